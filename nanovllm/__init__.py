@@ -1,0 +1,21 @@
+"""nanovllm: offline LLM inference that one person can read in an evening."""
+
+from typing import TYPE_CHECKING
+
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__version__ = "0.3.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+
+
+def __getattr__(name: str) -> object:
+    # torch takes seconds to import; a script that only builds SamplingParams does not wait for it.
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

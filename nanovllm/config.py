@@ -1,0 +1,134 @@
+"""Config: every engine knob, checked when it is made and frozen afterwards.
+
+Values derived from the checkpoint (its length limit, its dtype) are not written back here: they
+are returned by whoever computes them and passed on.
+"""
+
+import difflib
+import numbers
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+DEVICES = ("auto", "cpu", "cuda")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    model: str  # checkpoint directory, or a hub id to download; read by LLMEngine
+    max_num_batched_tokens: int = 16384  # most tokens computed in one step; read by Scheduler
+    max_num_seqs: int = 512  # most sequences running at once, >= 1; read by Scheduler
+    max_model_len: int = 4096  # prompt + output tokens, >= 2; clamped to what the model allows
+    gpu_memory_utilization: float = 0.9  # share of device memory to plan for, (0, 1]; kv_cache
+    tensor_parallel_size: int = 1  # ranks, 1 to 8; read by WorkerGroup
+    enforce_eager: bool = False  # True: no CUDA graphs; read by ModelRunner
+    kvcache_block_size: int = 256  # tokens per block, >= 1; the backend may ask for a multiple
+    num_kvcache_blocks: int | None = None  # pool size, >= 1; None: measured by kv_cache
+    dtype: str = "auto"  # compute type; auto: the checkpoint's on CUDA, float32 on the CPU
+    device: str = "auto"  # auto: CUDA where there is a GPU, else the CPU
+    attention_backend: str = "auto"  # a name from nanovllm.attention, or auto: the fastest
+    load_format: str = "auto"  # auto: safetensors; dummy: random weights, for benchmarks
+    seed: int = 0  # >= 0, of the sampler's random numbers
+
+    def __post_init__(self) -> None:
+        # Normalised in place: numpy scalars become ints, a Path becomes a str.
+        if isinstance(self.model, Path):
+            object.__setattr__(self, "model", str(self.model))
+        if not isinstance(self.model, str):
+            raise TypeError(f"model: got {self.model!r}, needs a directory or a hub id as a string")
+        if not self.model.strip():
+            raise ValueError("model: got an empty string, needs a directory or a hub id")
+        self._check_int("max_num_batched_tokens", 1)
+        self._check_int("max_num_seqs", 1)
+        self._check_int("max_model_len", 2)
+        self._check_int("tensor_parallel_size", 1, 8)
+        self._check_int("kvcache_block_size", 1)
+        if self.num_kvcache_blocks is not None:
+            self._check_int("num_kvcache_blocks", 1)
+        self._check_int("seed", 0, 2**63 - 1)
+        util = self.gpu_memory_utilization
+        if isinstance(util, bool) or not isinstance(util, numbers.Real):
+            raise TypeError(f"gpu_memory_utilization: got {util!r}, needs a number, try 0.9")
+        if not 0 < util <= 1:  # also false for NaN
+            raise ValueError(f"gpu_memory_utilization: got {util}, needs 0 < x <= 1, try 0.9")
+        if not isinstance(self.enforce_eager, bool):
+            raise TypeError(f"enforce_eager: got {self.enforce_eager!r}, needs True or False")
+        self._check_choice("dtype", DTYPES)
+        self._check_choice("device", DEVICES)
+        self._check_choice("load_format", LOAD_FORMATS)
+        if not isinstance(self.attention_backend, str):
+            raise TypeError(f"attention_backend: got {self.attention_backend!r}, needs a name")
+
+    @classmethod
+    def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
+        """Build a Config, naming the nearest field when a keyword is unknown.
+
+        Raises TypeError for an unknown keyword or a wrong type, ValueError for a wrong value.
+        """
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise TypeError(
+                    f"{name}: not a setting of LLM, needs one of its fields, try {near}"
+                    f" (all: {', '.join(known)})"
+                )
+        return cls(model, **kwargs)
+
+    def _check_int(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        need = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"{name}: got {value!r}, needs {need}")
+        if value < low or (high is not None and value > high):
+            raise ValueError(f"{name}: got {value}, needs {need}")
+        object.__setattr__(self, name, int(value))
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: got {value!r}, needs a string, one of {', '.join(choices)}")
+        if value not in choices:
+            raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(choices)}")
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The checkpoint directory `model` names, downloading it when it is a hub id.
+
+    Raises ValueError, saying what to try, when it is neither a directory nor reachable on the hub.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ValueError(
+            f"model: got {model!r}, needs an existing checkpoint directory (or a hub id such as"
+            " Qwen/Qwen3-0.6B), check the path"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(model, allow_patterns=files))
+    except Exception as error:  # the hub client's many network and lookup errors, same remedy
+        raise ValueError(
+            f"model: got {model!r}, which is not a directory here and could not be downloaded"
+            f" ({type(error).__name__}); check the spelling and the network connection, or download"
+            " it elsewhere and pass the directory"
+        ) from error
+
+
+def load_hf_config(path: Path) -> Any:
+    """The checkpoint's config.json as a transformers config; ValueError naming the file if unreadable."""
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        raise ValueError(
+            f"model: {path} has no config.json, needs a checkpoint in transformers format"
+        )
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # transformers raises whatever its parsers raise
+        raise ValueError(f"model: {path / 'config.json'} cannot be read: {error}") from error

@@ -1,0 +1,159 @@
+"""BlockManager: paged KV blocks and the prefix cache, as integer ids; it never touches a device.
+
+A block that is full and whose K/V has been written is *published*: a later prompt that starts with
+the same tokens finds it. Look-up goes by a chained xxh64 hash, but a hash never decides. Each
+published block remembers its tokens and the content id of its parent, content ids are never used
+twice, so equal tokens under an equal parent id means an equal prefix all the way down.
+
+    tokens      | t0 .. t3 | t4 .. t7 | t8 t9           block size 4
+    hash        |  h0=H(tokens, 0)    | (not full, no hash)
+                |          |  h1=H(tokens, h0)
+    content id  |   17     |   18     |
+    parent id   |    0     |   17     |                 0 is "no parent"
+
+A freed block keeps its content and waits in the free queue. The queue is taken from the left, the
+least recently freed first, and a sequence frees its blocks in reverse, so tails go before the
+prefixes that others may share.
+"""
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from nanovllm.engine.sequence import Sequence, SequenceTable
+
+_ROOT = 0  # content id of the empty prefix
+
+
+class BlockManager:
+    def __init__(self, num_blocks: int, block_size: int, table: SequenceTable) -> None:
+        """num_blocks blocks of block_size tokens, handed out to the rows of table."""
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._table = table
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[int | None] = [None] * num_blocks  # None: holds no published content
+        self._content_ids = [_ROOT] * num_blocks
+        self._parent_ids = [_ROOT] * num_blocks
+        self._tokens: npt.NDArray[np.int32] = np.empty((num_blocks, block_size), np.int32)
+        self._hash_to_block: dict[int, int] = {}
+        # Insertion order is queue order; removal from the middle is O(1), which a deque's is not.
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._next_content_id = _ROOT + 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def compute_hash(self, tokens: npt.NDArray[np.int32], parent_hash: int) -> int:
+        """The chained hash of one full block, int32 [block_size], under its parent's hash."""
+        return xxhash.xxh64_intdigest(memoryview(tokens), seed=parent_hash)
+
+    def allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
+        """Give an admitted sequence blocks for all its tokens, taking cached ones where it can.
+
+        Sets its num_cached_tokens. Returns False, having changed nothing, when the pool cannot
+        serve it and keep num_reserved blocks free.
+        """
+        hits = self._find_cached_blocks(seq)
+        num_new = -(-seq.num_tokens // self.block_size) - len(hits)
+        num_free_hits = sum(self._ref_counts[block] == 0 for block in hits)
+        if num_new + num_free_hits + num_reserved > len(self._free):
+            return False
+        for block in hits:
+            if self._ref_counts[block] == 0:
+                del self._free[block]
+            self._ref_counts[block] += 1
+        blocks = hits + [self._take_free_block() for _ in range(num_new)]
+        self._table.block_tables[seq.row, : len(blocks)] = blocks
+        self._table.num_blocks[seq.row] = len(blocks)
+        self._table.num_cached_tokens[seq.row] = len(hits) * self.block_size
+        return True
+
+    def append_block(self, row: int) -> bool:
+        """Add one block to the end of a row's table; False when none is free."""
+        if not self._free:
+            return False
+        n = self._table.num_blocks[row]
+        self._table.block_tables[row, n] = self._take_free_block()
+        self._table.num_blocks[row] = n + 1
+        return True
+
+    def publish(self, seq: Sequence, first_block: int, last_block: int) -> None:
+        """Make blocks [first_block, last_block) of a sequence's table findable.
+
+        Call it once their K/V has been written and before the sequence moves on, in order.
+        """
+        hashes = self._block_hashes(seq, last_block)
+        tokens, block_table = seq.token_ids, seq.block_table
+        for i in range(first_block, last_block):
+            block, size = int(block_table[i]), self.block_size
+            if self._hashes[block] is not None:
+                continue  # a hit: published already
+            parent_id = _ROOT if i == 0 else self._content_ids[int(block_table[i - 1])]
+            content = tokens[i * size : (i + 1) * size]
+            twin = self._match(hashes[i], parent_id, content)
+            if twin is not None:
+                # Computed twice in one step. This copy stays private, but its children belong to
+                # the published chain, so it answers to the same content id.
+                self._content_ids[block] = self._content_ids[twin]
+                continue
+            self._hashes[block] = hashes[i]
+            self._parent_ids[block] = parent_id
+            self._content_ids[block] = self._next_content_id
+            self._next_content_id += 1
+            self._tokens[block] = content
+            self._hash_to_block[hashes[i]] = block
+
+    def free(self, seq: Sequence, forget: bool = False) -> None:
+        """Release a sequence's blocks; forget: also unpublish those nobody else holds."""
+        for block in seq.block_table[::-1].tolist():
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if forget:
+                    self._unpublish(block)
+        self._table.num_blocks[seq.row] = 0
+
+    def _take_free_block(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        self._unpublish(block)
+        self._ref_counts[block] = 1
+        return block
+
+    def _unpublish(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        if block_hash is not None and self._hash_to_block.get(block_hash) == block:
+            del self._hash_to_block[block_hash]
+        self._hashes[block] = None
+        self._content_ids[block] = _ROOT
+
+    def _find_cached_blocks(self, seq: Sequence) -> list[int]:
+        # The last token is never taken from the cache: its logits are still needed.
+        num_candidates = (seq.num_tokens - 1) // self.block_size
+        hashes = self._block_hashes(seq, num_candidates)
+        tokens, size = seq.token_ids, self.block_size
+        hits: list[int] = []
+        parent_id = _ROOT
+        for i in range(num_candidates):
+            block = self._match(hashes[i], parent_id, tokens[i * size : (i + 1) * size])
+            if block is None:
+                break
+            hits.append(block)
+            parent_id = self._content_ids[block]
+        return hits
+
+    def _match(self, block_hash: int, parent_id: int, tokens: npt.NDArray[np.int32]) -> int | None:
+        block = self._hash_to_block.get(block_hash)
+        if block is None or self._parent_ids[block] != parent_id:
+            return None
+        return block if np.array_equal(self._tokens[block], tokens) else None
+
+    def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
+        hashes, tokens, size = seq.block_hashes, seq.token_ids, self.block_size
+        for i in range(len(hashes), num_blocks):
+            parent_hash = hashes[-1] if hashes else 0
+            hashes.append(self.compute_hash(tokens[i * size : (i + 1) * size], parent_hash))
+        return hashes

@@ -1,0 +1,166 @@
+"""Sequence, its row of running state, and ScheduledBatch: all that crosses to the model runner.
+
+A waiting sequence holds its own token ids. An admitted one owns a *row* of the SequenceTable, and
+everything that changes from step to step lives in that row, so that one numpy call advances every
+running sequence and no step loops over tokens in Python.
+
+    SequenceTable, block size 4, a row with 10 tokens of which 9 have their K/V stored:
+
+    token_ids[row]     | 7 3 9 1 | 4 4 8 2 | 5 6 . . | . . .     num_tokens = 10
+    block_tables[row]  |    5    |    0    |    9    |           num_blocks = 3
+    K/V stored         | x x x x | x x x x | x       |           num_cached_tokens = 9
+"""
+
+import enum
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from nanovllm.outputs import FinishReason
+from nanovllm.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+
+
+class SequenceStatus(enum.Enum):
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class SequenceTable:
+    """State of the admitted sequences, one row each, as arrays over rows."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        """num_rows sequences at once, each of at most max_model_len tokens."""
+        max_num_blocks = -(-max_model_len // block_size)
+        # np.empty takes no memory until a page is written, so long limits cost nothing up front.
+        self.token_ids: IntArray = np.empty((num_rows, max_model_len), np.int32)
+        self.block_tables: IntArray = np.zeros((num_rows, max_num_blocks), np.int32)
+        self.num_tokens: IntArray = np.zeros(num_rows, np.int32)
+        self.num_cached_tokens: IntArray = np.zeros(num_rows, np.int32)  # leading, K/V stored
+        self.num_blocks: IntArray = np.zeros(num_rows, np.int32)
+        self.stop_len: IntArray = np.zeros(num_rows, np.int32)  # num_tokens that ends the request
+        self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.temperatures: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+
+
+_seq_ids = itertools.count()
+
+
+class Sequence:
+    """One request: its prompt, its sampling parameters, and, while admitted, a row of the table."""
+
+    __slots__ = (
+        "block_hashes",
+        "finish_reason",
+        "num_prompt_tokens",
+        "row",
+        "sampling_params",
+        "seq_id",
+        "status",
+        "stop_len",
+        "_table",
+        "_token_ids",
+    )
+
+    def __init__(
+        self, token_ids: npt.ArrayLike, sampling_params: SamplingParams, max_len: int
+    ) -> None:
+        """token_ids: the prompt, at least one id and fewer than max_len; copied.
+
+        max_len: tokens (prompt + output) at which the request ends with reason "length".
+        """
+        self.seq_id = next(_seq_ids)
+        self.sampling_params = sampling_params
+        self._token_ids: IntArray = np.array(token_ids, np.int32)
+        self.num_prompt_tokens = len(self._token_ids)
+        assert 0 < self.num_prompt_tokens < max_len, (self.num_prompt_tokens, max_len)
+        limit = sampling_params.max_tokens
+        self.stop_len = max_len if limit is None else min(max_len, self.num_prompt_tokens + limit)
+        self.status = SequenceStatus.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.row: int | None = None
+        # Chained hashes of the leading full blocks, each computed once (block_manager.py).
+        self.block_hashes: list[int] = []
+        self._table: SequenceTable | None = None
+
+    def __len__(self) -> int:
+        return self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        if self._table is None:
+            return len(self._token_ids)
+        return int(self._table.num_tokens[self.row])
+
+    @property
+    def token_ids(self) -> IntArray:
+        """int32 [num_tokens], prompt then completion; a view, valid until the next step."""
+        if self._table is None:
+            return self._token_ids
+        return self._table.token_ids[self.row, : self.num_tokens]
+
+    @property
+    def completion_token_ids(self) -> IntArray:
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def last_token(self) -> int:
+        return int(self.token_ids[-1])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return 0 if self._table is None else int(self._table.num_cached_tokens[self.row])
+
+    @property
+    def block_table(self) -> IntArray:
+        """int32 [blocks held], in order; empty while the sequence is not admitted."""
+        if self._table is None:
+            return np.empty(0, np.int32)
+        return self._table.block_tables[self.row, : self._table.num_blocks[self.row]]
+
+    def enter(self, table: SequenceTable) -> None:
+        """Take a free row of the table and copy the state into it; no token counts as cached yet."""
+        row = table.free_rows.pop()
+        n = len(self._token_ids)
+        table.token_ids[row, :n] = self._token_ids
+        table.num_tokens[row] = n
+        table.num_cached_tokens[row] = 0
+        table.num_blocks[row] = 0
+        table.stop_len[row] = self.stop_len
+        table.ignore_eos[row] = self.sampling_params.ignore_eos
+        table.temperatures[row] = self.sampling_params.temperature
+        table.sequences[row] = self
+        self._table, self.row = table, row
+
+    def leave(self) -> None:
+        """Copy the tokens out and give the row back; the blocks must have been freed before."""
+        assert self._table is not None and self.row is not None
+        assert self._table.num_blocks[self.row] == 0, "a row was left with blocks in its table"
+        self._token_ids = self.token_ids.copy()
+        self._table.sequences[self.row] = None
+        self._table.free_rows.append(self.row)
+        self._table, self.row = None, None
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work. Arrays have one entry per scheduled sequence, in batch order."""
+
+    is_prefill: bool
+    rows: IntArray  # rows of the SequenceTable; meaningless outside the scheduler
+    input_ids: IntArray  # [num_tokens] the tokens to compute, packed without padding
+    num_cached_tokens: IntArray  # tokens before them whose K/V is in the cache
+    num_scheduled_tokens: IntArray  # how many of input_ids are this sequence's
+    block_tables: IntArray  # [num_seqs, widest table]; entries past a sequence's own are stale
+    is_sampled: npt.NDArray[np.bool_]  # False for a chunk that does not reach the prompt's end
+    temperatures: npt.NDArray[np.float32]  # of the sampled sequences only
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows)

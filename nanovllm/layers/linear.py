@@ -1,0 +1,130 @@
+"""Linear layers whose weights are split over the tensor-parallel ranks.
+
+Owns each rank's shard and the rule by which it is cut from the checkpoint's tensor. Knows nothing
+about checkpoints' names and files: the loader asks a parameter for its `checkpoint_shapes` and
+hands tensors of these shapes to its `weight_loader`.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from nanovllm.utils import distributed
+
+# Which part of a parameter a checkpoint tensor fills; None for a parameter of one part.
+ShardId = str | int | None
+
+
+def make_parameter(
+    shape: tuple[int, ...],
+    checkpoint_shapes: Mapping[ShardId, tuple[int, ...]],
+    weight_loader: Callable[[nn.Parameter, torch.Tensor, ShardId], None],
+) -> nn.Parameter:
+    """An uninitialised parameter of this rank's `shape` that knows how to be loaded.
+
+    checkpoint_shapes: full shape, before sharding, of each checkpoint tensor that fills a part
+    weight_loader: called with the parameter, such a tensor and its part
+    """
+    param = nn.Parameter(torch.empty(shape), requires_grad=False)
+    param.checkpoint_shapes = checkpoint_shapes  # type: ignore[attr-defined]
+    param.weight_loader = weight_loader  # type: ignore[attr-defined]
+    return param
+
+
+def shard_size(name: str, size: int) -> int:
+    """This rank's share of `size` rows or columns."""
+    tp_size = distributed.tp_size()
+    if size % tp_size:
+        raise ValueError(
+            f"tensor_parallel_size: got {tp_size}, needs a divisor of {name} = {size}, try 1"
+        )
+    return size // tp_size
+
+
+class ColumnParallelLinear(nn.Module):
+    """Output rows are split; several projections of one input may be packed, each split by itself.
+
+    The shard of rank 1 of 2 for parts q, k, v of 4, 2, 2 rows, in the rows of the full tensors:
+
+        weight row     0   1   2   3        what forward() returns has this order too
+        holds         q2  q3  k1  v1
+    """
+
+    def __init__(self, input_size: int, output_sizes: dict[ShardId, int], bias: bool) -> None:
+        super().__init__()
+        # Part -> (first local row, number of local rows).
+        self.parts: dict[ShardId, tuple[int, int]] = {}
+        num_rows = 0
+        for shard_id, size in output_sizes.items():
+            self.parts[shard_id] = (num_rows, shard_size("the output size", size))
+            num_rows += self.parts[shard_id][1]
+        shapes = {shard_id: (size, input_size) for shard_id, size in output_sizes.items()}
+        self.weight = make_parameter((num_rows, input_size), shapes, self.load_shard)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            bias_shapes = {shard_id: (size,) for shard_id, size in output_sizes.items()}
+            self.bias = make_parameter((num_rows,), bias_shapes, self.load_shard)
+
+    def load_shard(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId) -> None:
+        """Copy this rank's rows of one part.
+
+        loaded: float [output_size, input_size] or [output_size] the checkpoint's tensor
+        """
+        start, size = self.parts[shard_id]
+        shard = loaded.narrow(0, distributed.tp_rank() * size, size)
+        param.data.narrow(0, start, size).copy_(shard)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: float [num_tokens, input_size]; returns float [num_tokens, local rows]."""
+        return F.linear(hidden_states, self.weight, self.bias)
+
+
+class MergedColumnParallelLinear(ColumnParallelLinear):
+    """Parts 0, 1, ... packed in one weight, such as the gate and up projections."""
+
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False) -> None:
+        super().__init__(input_size, dict(enumerate(output_sizes)), bias)
+
+
+class QKVParallelLinear(ColumnParallelLinear):
+    """Parts "q", "k", "v" packed in one weight; every rank gets whole heads of each."""
+
+    def __init__(
+        self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False
+    ) -> None:
+        self.num_heads = shard_size("num_attention_heads", num_heads)
+        self.num_kv_heads = shard_size("num_key_value_heads", num_kv_heads)
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        super().__init__(hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias)
+
+
+class RowParallelLinear(nn.Module):
+    """Input columns are split, and the ranks' partial outputs summed."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.local_input_size = shard_size("the input size", input_size)
+        self.weight = make_parameter(
+            (output_size, self.local_input_size), {None: (output_size, input_size)}, self.load_shard
+        )
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = make_parameter((output_size,), {None: (output_size,)}, self.load_shard)
+
+    def load_shard(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId) -> None:
+        """Copy this rank's columns; the bias belongs to the sum and is not split.
+
+        loaded: float [output_size, input_size] or [output_size] the checkpoint's tensor
+        """
+        if loaded.dim() == 2:
+            start = distributed.tp_rank() * self.local_input_size
+            loaded = loaded.narrow(1, start, self.local_input_size)
+        param.data.copy_(loaded)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: float [num_tokens, local columns]; returns [num_tokens, output_size]."""
+        # One rank adds the bias, or the sum would hold it tp_size times.
+        bias = self.bias if distributed.tp_rank() == 0 else None
+        return distributed.all_reduce(F.linear(hidden_states, self.weight, bias))

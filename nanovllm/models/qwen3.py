@@ -1,0 +1,233 @@
+"""Qwen3: the dense decoder, from token ids to hidden states to logits.
+
+Owns the module tree, whose parameter names equal the checkpoint's, and the check of a config before
+anything is allocated. Knows tensors and the current `Context`, never sequences.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, rope_theta
+
+
+def head_dim_of(hf_config: Any) -> int:
+    """Values per head: the config's own number, which need not be hidden_size / heads."""
+    head_dim = getattr(hf_config, "head_dim", None)
+    return hf_config.hidden_size // hf_config.num_attention_heads if head_dim is None else head_dim
+
+
+class Qwen3Attention(nn.Module):
+    """Projections, per-head norm of q and k, rotation, attention over this rank's heads."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__()
+        head_dim, num_heads = head_dim_of(hf_config), hf_config.num_attention_heads
+        hidden_size, bias = hf_config.hidden_size, hf_config.attention_bias
+        self.head_dim = head_dim
+        self.qkv_proj = QKVParallelLinear(
+            hidden_size, head_dim, num_heads, hf_config.num_key_value_heads, bias
+        )
+        self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, bias)
+        self.q_norm = RMSNorm(head_dim, hf_config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, hf_config.rms_norm_eps)
+        # From here on the heads of this rank; the packed projection holds q | k | v.
+        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
+        self.packed_heads = [num_heads, num_kv_heads, num_kv_heads]
+        self.attn = Attention(num_heads, num_kv_heads, head_dim)
+
+    def forward(
+        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states: float [num_tokens, hidden_size]; cos, sin: see `RotaryEmbedding`."""
+        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split(self.packed_heads, 1)
+        q = apply_rotary(self.q_norm(q), cos, sin)
+        k = apply_rotary(self.k_norm(k), cos, sin)
+        return self.o_proj(self.attn(q, k, v).flatten(1))
+
+
+class Qwen3MLP(nn.Module):
+    """The gated MLP."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__()
+        hidden_size, size = hf_config.hidden_size, hf_config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size])
+        self.down_proj = RowParallelLinear(size, hidden_size)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """hidden_states: float [num_tokens, hidden_size]; returns the same shape."""
+        return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
+
+
+class Qwen3DecoderLayer(nn.Module):
+    """Attention and MLP; the residual travels beside so that its addition fuses with a norm."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__()
+        self.self_attn = Qwen3Attention(hf_config)
+        self.mlp = Qwen3MLP(hf_config)
+        self.input_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states, residual: float [num_tokens, hidden_size]; returns the next two."""
+        hidden_states, residual = self.input_layernorm.add_forward(hidden_states, residual)
+        hidden_states = self.self_attn(hidden_states, cos, sin)
+        hidden_states, residual = self.post_attention_layernorm.add_forward(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class Qwen3Model(nn.Module):
+    """Embedding, decoder layers and the last norm."""
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(hf_config.vocab_size, hf_config.hidden_size)
+        self.rotary_emb = RotaryEmbedding(
+            head_dim_of(hf_config), hf_config.max_position_embeddings, rope_theta(hf_config)
+        )
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(hf_config) for _ in range(hf_config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """input_ids, positions: int64 [num_tokens]; returns float [num_tokens, hidden_size]."""
+        hidden_states = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(positions)
+        residual = torch.zeros_like(hidden_states)
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, cos, sin)
+        return self.norm.add_forward(hidden_states, residual)[0]
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model with its LM head."""
+
+    # Checkpoint module -> the module it is packed into, and the part it is there.
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, hf_config: Any) -> None:
+        super().__init__()
+        self.model = Qwen3Model(hf_config)
+        embedding = self.model.embed_tokens.weight if hf_config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(hf_config.vocab_size, hf_config.hidden_size, embedding)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One step over the packed batch that the current context describes.
+
+        input_ids, positions: int64 [num_tokens]
+        returns: float [num_tokens, hidden_size]
+        """
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """hidden_states: float [num_tokens, hidden_size]; returns what `ParallelLMHead` does."""
+        return self.lm_head(hidden_states)
+
+    @classmethod
+    def check_config(cls, hf_config: Any, tp_size: int, max_model_len: int) -> None:
+        """Refuse, before anything is allocated, a config that would not run right."""
+        _check_fields(hf_config)
+        _check_unimplemented(hf_config, max_model_len)
+        _check_sharding(hf_config, tp_size)
+
+
+def _check_fields(hf_config: Any) -> None:
+    """Presence, type and range of every field that is read here."""
+    counts = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"]
+    counts += ["num_attention_heads", "num_key_value_heads", "max_position_embeddings"]
+    for field in counts:
+        _check_field(hf_config, field, "a positive integer", lambda x: type(x) is int and x > 0)
+    for field in ("attention_bias", "tie_word_embeddings"):
+        _check_field(hf_config, field, "true or false", lambda x: type(x) is bool)
+    _check_field(
+        hf_config, "rms_norm_eps", "a small positive number", lambda x: type(x) is float and x > 0
+    )
+    heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_key_value_heads: got {kv_heads}, needs a divisor of num_attention_heads = "
+            f"{heads}, try the published config.json"
+        )
+    head_dim = head_dim_of(hf_config)
+    if type(head_dim) is not int or head_dim <= 0 or head_dim % 2:
+        raise ValueError(
+            f"head_dim: got {head_dim!r}, needs a positive even integer, "
+            "try the published config.json"
+        )
+
+
+def _check_field(hf_config: Any, field: str, need: str, is_valid: Any) -> None:
+    value = getattr(hf_config, field, None)
+    if not is_valid(value):
+        raise ValueError(f"{field}: got {value!r}, needs {need}, try the published config.json")
+
+
+def _check_unimplemented(hf_config: Any, max_model_len: int) -> None:
+    """Settings that other software acts on and this file does not."""
+    quantization = getattr(hf_config, "quantization_config", None)
+    if quantization:
+        method = getattr(quantization, "quant_method", None)
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method")
+        raise ValueError(
+            f"quantization_config: got {method or 'a quantized checkpoint'}, needs unquantized "
+            "weights, try the float16 or bfloat16 checkpoint of this model"
+        )
+    rope_theta(hf_config)
+    if hf_config.hidden_act != "silu":
+        raise ValueError(
+            f"hidden_act: got {hf_config.hidden_act!r}, needs 'silu', try another checkpoint"
+        )
+    layer_types = getattr(hf_config, "layer_types", None)
+    unknown = set(layer_types or []) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(
+            f"layer_types: got {sorted(unknown)}, needs full attention, try another checkpoint"
+        )
+    window = getattr(hf_config, "sliding_window", None)
+    if layer_types is not None:
+        is_sliding = "sliding_attention" in layer_types
+    else:
+        is_sliding = bool(getattr(hf_config, "use_sliding_window", False)) and (
+            getattr(hf_config, "max_window_layers", 0) < hf_config.num_hidden_layers
+        )
+    if is_sliding and window is not None and window < max_model_len:
+        raise ValueError(
+            f"sliding_window: got {window}, needs at least max_model_len = {max_model_len}, "
+            f"try max_model_len={window}"
+        )
+
+
+def _check_sharding(hf_config: Any, tp_size: int) -> None:
+    """Every rank needs whole heads and equal shares."""
+    fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    sizes = [getattr(hf_config, field) for field in fields]
+    if any(size % tp_size for size in sizes):
+        fitting = [n for n in range(1, 9) if not any(size % n for size in sizes)]
+        have = ", ".join(f"{field} = {size}" for field, size in zip(fields, sizes, strict=True))
+        raise ValueError(
+            f"tensor_parallel_size: got {tp_size}, needs a divisor of {have}, try one of {fitting}"
+        )

@@ -1,0 +1,266 @@
+"""Scheduler and BlockManager under random calls, checked after each one (see state_machine.py).
+
+More than the usual million: pytest tests/engine/test_state_machine.py --operations 5000000
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from state_machine import Violation, run_scenarios
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+
+NUM_SHARDS = 8
+
+
+@pytest.fixture
+def num_ops(request: pytest.FixtureRequest) -> int:
+    """Operations of one shard."""
+    return (request.config.getoption("--operations", default=None) or 1_000_000) // NUM_SHARDS
+
+
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
+    counts = run_scenarios(shard, num_ops)
+    assert counts["operations"] >= num_ops
+    assert counts["scenarios"] >= num_ops // 125
+    # A driver that never gets to the hard places proves nothing about them.
+    for event in ("chunks", "hit tokens", "length", "stop", "aborts", "preemptions"):
+        assert counts[event] >= num_ops // 500, event
+    for event in ("error", "resets"):
+        assert counts[event] >= num_ops // 2000, event
+
+
+class CollidingBlockManager(BlockManager):
+    """Every hash is one of 16, so nearly every look-up finds a block that is not its own."""
+
+    def compute_hash(self, tokens, parent_hash):
+        return super().compute_hash(tokens, parent_hash) % 16
+
+
+def scheduler_with(block_manager_class: type[BlockManager]) -> type[Scheduler]:
+    class SchedulerWithThis(Scheduler):
+        def reset(self):
+            super().reset()
+            self.block_manager = block_manager_class(self.num_blocks, self.block_size, self.table)
+
+    return SchedulerWithThis
+
+
+@pytest.mark.parametrize("shard", range(NUM_SHARDS))
+def test_colliding_hashes_never_cause_a_wrong_read(shard: int, num_ops: int) -> None:
+    """The reference compares a block's own tokens after a hash hit, but not its parent.
+
+    Equal tokens under another prefix then count as a hit. With 64-bit hashes luck hides that for
+    years; with 16 values it is a wrong read in about one run of thirteen.
+    """
+    counts = run_scenarios(100 + shard, num_ops // 5, scheduler_with(CollidingBlockManager))
+    assert counts["hit tokens"] >= num_ops // 50
+
+
+# -- The driver must be able to fail: each class below has one bug planted. -------------------------
+
+
+class IgnoresTheParent(CollidingBlockManager):
+    def _match(self, block_hash, parent_id, tokens):
+        block = self._hash_to_block.get(block_hash)
+        return block if block is not None and np.array_equal(self._tokens[block], tokens) else None
+
+
+class TrustsTheHash(CollidingBlockManager):
+    def _match(self, block_hash, parent_id, tokens):
+        return self._hash_to_block.get(block_hash)
+
+
+class PublishesAtAllocation(BlockManager):
+    def allocate(self, seq, num_reserved=0):
+        is_allocated = super().allocate(seq, num_reserved)
+        if is_allocated:
+            self.publish(seq, 0, seq.num_tokens // self.block_size)
+        return is_allocated
+
+
+class KeepsStaleEntries(BlockManager):
+    def _unpublish(self, block):
+        self._hashes[block] = None
+
+
+class TakesTheLastBlockFromTheCache(BlockManager):
+    def _find_cached_blocks(self, seq):
+        hits = super()._find_cached_blocks(seq)
+        n = len(hits)
+        if (n + 1) * self.block_size == seq.num_tokens:
+            parent_id = self._content_ids[hits[-1]] if hits else 0
+            block_hash = self._block_hashes(seq, n + 1)[n]
+            block = self._match(block_hash, parent_id, seq.token_ids[n * self.block_size :])
+            return hits if block is None else [*hits, block]
+        return hits
+
+
+class LeavesHitsInTheFreeQueue(BlockManager):
+    def allocate(self, seq, num_reserved=0):
+        free = set(self._free)
+        is_allocated = super().allocate(seq, num_reserved)
+        if is_allocated:
+            num_hits = seq.num_cached_tokens // self.block_size
+            self._free.update((b, None) for b in seq.block_table[:num_hits].tolist() if b in free)
+        return is_allocated
+
+
+class FreesSharedBlocks(BlockManager):
+    def free(self, seq, forget=False):
+        for block in seq.block_table.tolist():
+            self._ref_counts[block] = 1
+        super().free(seq, forget)
+
+
+class LeaksTheFirstBlock(BlockManager):
+    def free(self, seq, forget=False):
+        self._ref_counts[int(seq.block_table[0])] += 1
+        super().free(seq, forget)
+
+
+class CachesFailedSteps(BlockManager):
+    def free(self, seq, forget=False):
+        super().free(seq)
+
+
+class ReusesContentIds(BlockManager):
+    def publish(self, seq, first_block, last_block):
+        super().publish(seq, first_block, last_block)
+        self._next_content_id = self._next_content_id % 50 + 1
+
+
+class PreemptsWithoutFreeing(Scheduler):
+    def _preempt(self, seq):
+        self.table.num_blocks[seq.row] = 0
+        super()._preempt(seq)
+
+
+class PutsThePreemptedLast(Scheduler):
+    def _preempt(self, seq):
+        super()._preempt(seq)
+        self.waiting.rotate(-1)
+
+
+class AdmitsBeyondTheLimit(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.max_num_running += 2
+        self.reset()
+
+
+class OverrunsTheBudget(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.max_num_batched_tokens += 1
+
+
+class RefusesChunks(Scheduler):
+    def _schedule_prefill(self):
+        if self.waiting and self.waiting[0].num_tokens > self.max_num_batched_tokens:
+            return None
+        return super()._schedule_prefill()
+
+
+class SkipsAheadInChunks(Scheduler):
+    def _advance(self, batch):
+        super()._advance(batch)
+        self.table.num_cached_tokens[batch.rows[~batch.is_sampled]] += 1
+
+
+class SamplesEveryChunk(Scheduler):
+    def _build_batch(self, *args):
+        batch = super()._build_batch(*args)
+        return replace(batch, is_sampled=np.ones(batch.num_seqs, np.bool_))
+
+
+class PublishesBeforeTheBlockIsFull(Scheduler):
+    """The newest token completes the block, but its K/V is computed by the next step."""
+
+    def update(self, batch, token_ids):
+        finished = super().update(batch, token_ids)
+        for seq in self.running:
+            first, last = seq.num_cached_tokens // self.block_size, seq.num_tokens // self.block_size
+            self.block_manager.publish(seq, first, last)
+        return finished
+
+
+class StopsOneTokenLate(Scheduler):
+    def update(self, batch, token_ids):
+        self.table.stop_len += 1
+        finished = super().update(batch, token_ids)
+        self.table.stop_len -= 1
+        return finished
+
+
+class KnowsOneEosOnly(Scheduler):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.eos_token_ids = self.eos_token_ids[:1]
+
+
+class KeepsTheBadToken(Scheduler):
+    def _finish(self, seq, reason):
+        if reason == "error":
+            self.table.num_tokens[seq.row] += 1
+        return super()._finish(seq, reason)
+
+
+class AbortsWithoutFreeing(Scheduler):
+    def abort(self, seqs):
+        self.waiting = type(self.waiting)(seq for seq in self.waiting if seq not in seqs)
+        rows = [seq.row for seq in self.running if seq not in seqs]
+        self._running = np.array(rows, np.int32)
+
+
+class ResetsOnlyTheQueues(Scheduler):
+    def reset(self):
+        if hasattr(self, "table"):
+            self.waiting.clear()
+            self._running = np.empty(0, np.int32)
+        else:
+            super().reset()
+
+
+BROKEN_MANAGERS = [
+    IgnoresTheParent,
+    TrustsTheHash,
+    PublishesAtAllocation,
+    KeepsStaleEntries,
+    TakesTheLastBlockFromTheCache,
+    LeavesHitsInTheFreeQueue,
+    FreesSharedBlocks,
+    LeaksTheFirstBlock,
+    CachesFailedSteps,
+    ReusesContentIds,
+]
+BROKEN_SCHEDULERS = [
+    PreemptsWithoutFreeing,
+    PutsThePreemptedLast,
+    AdmitsBeyondTheLimit,
+    OverrunsTheBudget,
+    RefusesChunks,
+    SkipsAheadInChunks,
+    SamplesEveryChunk,
+    PublishesBeforeTheBlockIsFull,
+    StopsOneTokenLate,
+    KnowsOneEosOnly,
+    KeepsTheBadToken,
+    AbortsWithoutFreeing,
+    ResetsOnlyTheQueues,
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN_MANAGERS)
+def test_driver_catches_a_planted_block_manager_bug(broken: type[BlockManager]) -> None:
+    with pytest.raises(Violation):
+        run_scenarios(7, 20_000, scheduler_with(broken))
+
+
+@pytest.mark.parametrize("broken", BROKEN_SCHEDULERS)
+def test_driver_catches_a_planted_scheduler_bug(broken: type[Scheduler]) -> None:
+    with pytest.raises(Violation):
+        run_scenarios(7, 20_000, broken)
