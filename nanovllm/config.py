@@ -82,9 +82,10 @@ class Config:
         need = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise TypeError(f"{name}: got {value!r}, needs {need}")
-        if value < low or (high is not None and value > high):
+        number = int(value)
+        if number < low or (high is not None and number > high):
             raise ValueError(f"{name}: got {value}, needs {need}")
-        object.__setattr__(self, name, int(value))
+        object.__setattr__(self, name, number)
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)
@@ -121,7 +122,7 @@ def resolve_checkpoint(model: str) -> Path:
 
 
 def load_hf_config(path: Path) -> Any:
-    """The checkpoint's config.json as a transformers config; ValueError naming the file if unreadable."""
+    """The checkpoint's config.json, read by transformers; ValueError naming the file if it is bad."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():

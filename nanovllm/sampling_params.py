@@ -1,4 +1,4 @@
-"""SamplingParams: what one request asks of the sampler. Validated here, never changed by the engine."""
+"""SamplingParams: what one request asks of the sampler, validated; the engine never changes it."""
 
 import math
 import numbers
@@ -17,6 +17,10 @@ class SamplingParams:
         t = self.temperature
         if isinstance(t, bool) or not isinstance(t, numbers.Real):
             raise TypeError(f"temperature: got {t!r}, needs a number >= 0, try 0.6 or 0 for greedy")
+        try:
+            t = float(t)
+        except OverflowError:  # an integer too large for a float
+            t = math.inf
         if not (math.isfinite(t) and t >= 0):
             raise ValueError(f"temperature: got {t}, needs a finite number >= 0, try 0.6 or 0")
         n = self.max_tokens
@@ -29,5 +33,5 @@ class SamplingParams:
                 )
         if not isinstance(self.ignore_eos, bool):
             raise TypeError(f"ignore_eos: got {self.ignore_eos!r}, needs True or False")
-        object.__setattr__(self, "temperature", float(t))
+        object.__setattr__(self, "temperature", t)
         object.__setattr__(self, "max_tokens", None if n is None else int(n))

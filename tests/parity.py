@@ -1,6 +1,7 @@
-"""Side-by-side runs of the engine and of transformers, for tests: tokens and their log-probabilities."""
+"""Side-by-side runs of the engine and of transformers, for tests: greedy tokens and all logits."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,14 +10,25 @@ from transformers import AutoModelForCausalLM
 from nanovllm import LLM, SamplingParams
 
 
+class Greedy(NamedTuple):
+    token_ids: list[int]
+    logits: np.ndarray  # float32 [num_tokens, vocab_size], what each token was the argmax of
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        """float32 [num_tokens], of the chosen tokens."""
+        logprobs = torch.from_numpy(self.logits).log_softmax(-1)
+        return logprobs[range(len(self.token_ids)), self.token_ids].numpy()
+
+
 def load_hf(checkpoint: Path, dtype: torch.dtype, device: str = "cpu"):
     model = AutoModelForCausalLM.from_pretrained(str(checkpoint), torch_dtype=dtype)
     return model.to(device).eval()
 
 
 @torch.inference_mode()
-def hf_greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], np.ndarray]:
-    """num_tokens greedy tokens of transformers' generate, and the log-probability of each."""
+def hf_greedy(model, prompt: list[int], num_tokens: int) -> Greedy:
+    """num_tokens greedy tokens of transformers' generate."""
     ids = torch.tensor([prompt], device=model.device)
     # Everything generation_config.json may ask for is set aside: this is the plain argmax.
     out = model.generate(
@@ -26,7 +38,6 @@ def hf_greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], np.
         temperature=None,
         top_p=None,
         top_k=None,
-        min_new_tokens=None,
         max_new_tokens=num_tokens,
         eos_token_id=None,
         pad_token_id=0,
@@ -34,16 +45,22 @@ def hf_greedy(model, prompt: list[int], num_tokens: int) -> tuple[list[int], np.
         output_logits=True,
     )
     tokens = out.sequences[0, len(prompt) :].tolist()
-    logprobs = torch.cat(out.logits).float().log_softmax(-1)
-    return tokens, logprobs[range(len(tokens)), tokens].cpu().numpy()
+    return Greedy(tokens, torch.cat(out.logits).float().cpu().numpy())
+
+
+@torch.inference_mode()
+def hf_logits(model, prompt: list[int], token_ids: list[int]) -> np.ndarray:
+    """float32 [len(token_ids), vocab_size]: transformers' logits where these tokens were chosen."""
+    ids = torch.tensor([prompt + token_ids[:-1]], device=model.device)
+    return model(ids).logits[0, len(prompt) - 1 :].float().cpu().numpy()
 
 
 class RecordedLLM:
-    """An LLM that also keeps the log-probability of each token it sampled, by request."""
+    """An LLM that also keeps the logits of each token it sampled, by request."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self.logprobs: dict[int, list[float]] = {}
+        self.logits: dict[int, list[np.ndarray]] = {}
         runner, sample = llm._runner, llm._runner.sampler.forward
         run = runner.run
 
@@ -53,18 +70,57 @@ class RecordedLLM:
 
         def record_run(batch):
             tokens = run(batch)
-            logprobs = self._logits.float().log_softmax(-1).cpu().numpy()
+            logits = self._logits.float().cpu().numpy()
             for i, row in enumerate(batch.rows[batch.is_sampled]):
                 seq_id = llm.scheduler.table.sequences[row].seq_id
-                self.logprobs.setdefault(seq_id, []).append(float(logprobs[i, tokens[i]]))
+                self.logits.setdefault(seq_id, []).append(logits[i])
             return tokens
 
         runner.sampler.forward, runner.run = record_logits, record_run
 
-    def greedy(self, prompts: list[list[int]], num_tokens: int):
-        """For each prompt its greedy tokens and the log-probability of each."""
-        self.logprobs.clear()
+    def greedy(self, prompts: list[list[int]], num_tokens: int) -> list[Greedy]:
+        """num_tokens greedy tokens of each prompt."""
+        self.logits.clear()
         params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        logprobs = [np.array(self.logprobs[seq_id]) for seq_id in sorted(self.logprobs)]
-        return [(o["token_ids"], p) for o, p in zip(outputs, logprobs, strict=True)]
+        logits = [np.stack(self.logits[seq_id]) for seq_id in sorted(self.logits)]
+        return [Greedy(o["token_ids"], x) for o, x in zip(outputs, logits, strict=True)]
+
+
+def assert_equal_to_hf(llm: LLM, hf, prompts: list[list[int]], num_tokens: int) -> float:
+    """Every greedy token equal, log-probabilities within 1e-4; returns the largest gap."""
+    gap = 0.0
+    ours = RecordedLLM(llm).greedy(prompts, num_tokens)
+    for prompt, mine in zip(prompts, ours, strict=True):
+        theirs = hf_greedy(hf, prompt, num_tokens)
+        assert mine.token_ids == theirs.token_ids, f"a prompt of {len(prompt)} tokens"
+        gap = max(gap, float(np.abs(mine.logprobs - theirs.logprobs).max()))
+    assert gap <= 1e-4, gap
+    return gap
+
+
+def compare_half_precision(llm: LLM, hf_half, hf_fp32, prompts, num_tokens: int) -> dict[str, float]:
+    """The honest rule for bf16 and fp16: both engines against an fp32 reference, on our tokens.
+
+    Our error must be at most 1.10 x transformers' own in the same type (mean and 99.9th
+    percentile), and where our token is not the reference's argmax, the reference's margin must be
+    below twice the largest error seen: no flip without an explanation.
+    """
+    ours, theirs, flips = [], [], []
+    for prompt, mine in zip(prompts, RecordedLLM(llm).greedy(prompts, num_tokens), strict=True):
+        exact = hf_logits(hf_fp32, prompt, mine.token_ids)
+        ours.append(np.abs(mine.logits - exact))
+        theirs.append(np.abs(hf_logits(hf_half, prompt, mine.token_ids) - exact))
+        margins = exact.max(-1) - exact[range(num_tokens), mine.token_ids]
+        flips += margins[margins > 0].tolist()
+    mine, his = np.concatenate(ours), np.concatenate(theirs)
+    figures = {
+        "mean_ratio": float(mine.mean() / his.mean()),
+        "p999_ratio": float(np.quantile(mine, 0.999) / np.quantile(his, 0.999)),
+        "flips": len(flips),
+        "positions": len(mine),
+        "worst_flip": max(flips, default=0.0) / (2 * float(mine.max())),
+    }
+    assert figures["mean_ratio"] <= 1.10 and figures["p999_ratio"] <= 1.10, figures
+    assert figures["worst_flip"] < 1, figures
+    return figures

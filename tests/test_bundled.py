@@ -5,12 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from tests.parity import RecordedLLM, hf_greedy, load_hf
+from tests.parity import assert_equal_to_hf, load_hf
 
 ROOT = Path(__file__).parents[1]
 BUNDLED = ROOT / "tests" / "assets" / "tiny-qwen3"
@@ -51,14 +50,8 @@ def test_40_prompts_equal_transformers(llm):
     texts += [f"Once upon a time there was a {x}" for x in "abcdefghij"]
     prompts = llm.tokenizer(texts)["input_ids"]
     assert len(prompts) == 40
-    gap = 0.0
-    ours = RecordedLLM(llm).greedy(prompts, 32)
-    for prompt, (tokens, logprobs) in zip(prompts, ours, strict=True):
-        hf_tokens, hf_logprobs = hf_greedy(hf, prompt, 32)
-        assert tokens == hf_tokens, llm.tokenizer.decode(prompt)
-        gap = max(gap, np.abs(logprobs - hf_logprobs).max())
+    gap = assert_equal_to_hf(llm, hf, prompts, 32)
     print(f"largest log-probability gap {gap:.2e}")
-    assert gap <= 1e-4
 
 
 def test_example_prompts_are_answered_at_temperature_0_6(llm):

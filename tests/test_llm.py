@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from tests.parity import RecordedLLM, hf_greedy, load_hf
+from tests.parity import assert_equal_to_hf, load_hf
 
 BLOCK = 16
 SHAPES = {
@@ -54,14 +54,8 @@ def test_greedy_tokens_and_logprobs_equal_transformers(shape, tiny_checkpoint, m
     checkpoint = tiny_checkpoint(**SHAPES[shape])
     hf = load_hf(checkpoint, torch.float32)
     prompts = random_prompts(50, hf.config.vocab_size)
-    ours = RecordedLLM(make_llm(checkpoint)).greedy(prompts, 32)
-    gap = 0.0
-    for prompt, (tokens, logprobs) in zip(prompts, ours, strict=True):
-        hf_tokens, hf_logprobs = hf_greedy(hf, prompt, 32)
-        assert tokens == hf_tokens, f"{shape}: prompt of {len(prompt)} tokens"
-        gap = max(gap, np.abs(logprobs - hf_logprobs).max())
+    gap = assert_equal_to_hf(make_llm(checkpoint), hf, prompts, 32)
     print(f"{shape}: largest log-probability gap {gap:.2e}")
-    assert gap <= 1e-4
 
 
 class TestEqualToItself:

@@ -49,7 +49,7 @@ class BlockManager:
 
     def compute_hash(self, tokens: npt.NDArray[np.int32], parent_hash: int) -> int:
         """The chained hash of one full block, int32 [block_size], under its parent's hash."""
-        return xxhash.xxh64_intdigest(memoryview(tokens), seed=parent_hash)
+        return xxhash.xxh64_intdigest(tokens.data, seed=parent_hash)
 
     def allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
         """Give an admitted sequence blocks for all its tokens, taking cached ones where it can.

@@ -54,8 +54,8 @@ def num_blocks_on_cuda(shape: CacheShape, utilization: float, device: torch.devi
     if num_blocks < 1:
         gib = 1 << 30
         raise ValueError(
-            f"gpu_memory_utilization: got {utilization}, which leaves {budget / gib:.2f} GiB for the"
-            f" KV cache on a device with {free / gib:.2f} of {total / gib:.2f} GiB free, needs"
+            f"gpu_memory_utilization: got {utilization}, which leaves {budget / gib:.2f} GiB for"
+            f" the KV cache on a device with {free / gib:.2f} of {total / gib:.2f} GiB free, needs"
             f" {shape.bytes_per_block / gib:.3f} GiB for one block; try a higher value, a smaller"
             " max_num_batched_tokens, or free the device"
         )

@@ -56,7 +56,7 @@ class ModelRunner:
             "nccl" if self.device.type == "cuda" else "gloo",
             self.device,
         )
-        self.model = self._load_model(hf_config, checkpoint)
+        self.model: Any = self._load_model(hf_config, checkpoint)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
         self.backend, self.backend_reason = select_backend(

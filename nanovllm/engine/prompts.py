@@ -106,10 +106,11 @@ def is_single(prompts: Any) -> bool:
 
 def _as_integers(name: str, item: Any) -> npt.NDArray[np.integer]:
     need = "a string or a list of integer token ids"
-    if isinstance(item, (bytes, dict, set)) or item is None:
+    if isinstance(item, (bytes, bytearray, memoryview, dict, set)) or item is None:
         raise TypeError(f"{name}: got {type(item).__name__}, needs {need}")
-    if isinstance(item, list) and any(isinstance(x, bool) for x in item):
-        raise TypeError(f"{name}: got a list holding a bool, needs {need}")
+    # numpy takes a bool among integers for 0 or 1.
+    if isinstance(item, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, item)):
+        raise TypeError(f"{name}: got a {type(item).__name__} holding a bool, needs {need}")
     try:
         ids = np.asarray(item)
     except Exception as error:  # ragged lists, device tensors: numpy and torch differ in the type
@@ -135,7 +136,7 @@ def read_sampling_params(params: Any, num_prompts: int) -> list[SamplingParams]:
         return [params] * num_prompts
     if not isinstance(params, (list, tuple)):
         raise TypeError(
-            f"sampling_params: got {type(params).__name__}, needs a SamplingParams or a list of them"
+            f"sampling_params: got {type(params).__name__}, needs a SamplingParams or a list"
         )
     if len(params) != num_prompts:
         raise ValueError(

@@ -48,7 +48,7 @@ class Scheduler:
         self.reset()
 
     def reset(self) -> None:
-        """Drop every request and the whole prefix cache; the state is then as after construction."""
+        """Drop every request and the whole prefix cache: the state after construction."""
         self.waiting.clear()
         self.table = SequenceTable(self.max_num_running, self.max_len, self.block_size)
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)

@@ -125,7 +125,7 @@ class Sequence:
         return self._table.block_tables[self.row, : self._table.num_blocks[self.row]]
 
     def enter(self, table: SequenceTable) -> None:
-        """Take a free row of the table and copy the state into it; no token counts as cached yet."""
+        """Take a free row of the table and copy the state into it; no token is cached yet."""
         row = table.free_rows.pop()
         n = len(self._token_ids)
         table.token_ids[row, :n] = self._token_ids

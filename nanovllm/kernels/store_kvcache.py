@@ -26,13 +26,13 @@ def store_kvcache_ref(
     slot_mapping: torch.Tensor,
 ) -> None:
     """The same as `store_kvcache`, in plain torch."""
+    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "slots must be rows of the cache"
     slots = slot_mapping.long()
-    if slot_mapping.numel() and int(slots.min()) < 0:
-        is_real = slots >= 0
-        slots, k, v = slots[is_real], k[is_real], v[is_real]
-    # view, not flatten: on a cache that is not contiguous a copy would swallow the write.
-    k_cache.view(-1, *k.shape[1:]).index_copy_(0, slots, k)
-    v_cache.view(-1, *v.shape[1:]).index_copy_(0, slots, v)
+    if slots.numel() and int(slots.min()) < 0:
+        is_stored = slots >= 0
+        slots, k, v = slots[is_stored], k[is_stored], v[is_stored]
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
 
 if triton is not None:

@@ -11,4 +11,4 @@ class SiluAndMul(nn.Module):
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         """gate_up: float [num_tokens, 2 * size] gate, then up; returns float [num_tokens, size]."""
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
+        return F.silu(gate).mul_(up)

@@ -83,4 +83,4 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
         the first half, so that swapping the halves is all that is left of "rotate half"
     returns: as x
     """
-    return (x * cos + x.roll(x.size(-1) // 2, -1) * sin).to(x.dtype)
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)

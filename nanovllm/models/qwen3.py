@@ -12,7 +12,7 @@ from torch import nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.layernorm import QKNorm, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, rope_theta
 
@@ -30,26 +30,25 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         head_dim, num_heads = head_dim_of(hf_config), hf_config.num_attention_heads
         hidden_size, bias = hf_config.hidden_size, hf_config.attention_bias
-        self.head_dim = head_dim
         self.qkv_proj = QKVParallelLinear(
             hidden_size, head_dim, num_heads, hf_config.num_key_value_heads, bias
         )
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, bias)
-        self.q_norm = RMSNorm(head_dim, hf_config.rms_norm_eps)
-        self.k_norm = RMSNorm(head_dim, hf_config.rms_norm_eps)
-        # From here on the heads of this rank; the packed projection holds q | k | v.
-        num_heads, num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
-        self.packed_heads = [num_heads, num_kv_heads, num_kv_heads]
+        # From here on the heads of this rank; the projection packs q | k | v.
+        self.num_heads = num_heads = self.qkv_proj.num_heads
+        self.num_kv_heads = num_kv_heads = self.qkv_proj.num_kv_heads
+        self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, hf_config.rms_norm_eps)
+        self.packed_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
         self.attn = Attention(num_heads, num_kv_heads, head_dim)
 
     def forward(
         self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states: float [num_tokens, hidden_size]; cos, sin: see `RotaryEmbedding`."""
-        qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim))
-        q, k, v = qkv.split(self.packed_heads, 1)
-        q = apply_rotary(self.q_norm(q), cos, sin)
-        k = apply_rotary(self.k_norm(k), cos, sin)
+        qkv = self.qkv_proj(hidden_states).view(self.packed_shape)
+        qk, v = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
+        qk = apply_rotary(self.qk_norm(qk), cos, sin)
+        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
         return self.o_proj(self.attn(q, k, v).flatten(1))
 
 
@@ -124,6 +123,8 @@ class Qwen3ForCausalLM(nn.Module):
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
+        "q_norm": ("qk_norm", "q"),
+        "k_norm": ("qk_norm", "k"),
         "gate_proj": ("gate_up_proj", 0),
         "up_proj": ("gate_up_proj", 1),
     }
