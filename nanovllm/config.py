@@ -122,7 +122,7 @@ def resolve_checkpoint(model: str) -> Path:
 
 
 def load_hf_config(path: Path) -> Any:
-    """The checkpoint's config.json, read by transformers; ValueError naming the file if it is bad."""
+    """The checkpoint's config.json, read by transformers; ValueError naming the file if bad."""
     from transformers import AutoConfig
 
     if not (path / "config.json").is_file():

@@ -4,21 +4,30 @@ Owns nothing but indices derived from the current step. Gathers a sequence's K/V
 lets `scaled_dot_product_attention` do the rest; runs on every device torch knows.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.utils.context import Context
 
+# K and V of one group of a decode batch on the CPU. Around the size of a second-level cache:
+# gathering more at once means reading it back from further away.
+GROUP_BYTES = 2**20
+
 
 class TorchSDPABackend(AttentionBackend):
-    """Prefill one sequence at a time without padding; decode all sequences in one padded batch."""
+    """Prefill one sequence at a time, without padding; decode in padded batches."""
 
     name = "torch"
 
     def __init__(self) -> None:
-        # The last decode step and the indices made from it, which all layers of a step share.
-        self._step: tuple[Context, _DecodeIndices] | None = None
+        # All layers of a decode step share what was derived from its context by the first.
+        self._step: _DecodeStep | None = None
+        # float [2, num_rows, num_kv_heads, head_dim]: where every layer of every step gathers its
+        # K and V. Touching fresh memory each time would cost more than the copy.
+        self._buffers: torch.Tensor | None = None
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
@@ -43,7 +52,7 @@ class TorchSDPABackend(AttentionBackend):
                 keys, values = k[rows], v[rows]
             else:
                 assert k_cache is not None and v_cache is not None, "block tables need a cache"
-                slots = _slots_of(ctx.block_tables[i], num_k, k_cache.size(1))
+                slots = _slots_of(ctx.block_tables[i : i + 1], num_k, k_cache.size(1))[0]
                 keys, values = _gather(k_cache, slots), _gather(v_cache, slots)
             out[rows] = _attend_causal(q[rows], keys, values)
             start += num_q
@@ -52,58 +61,141 @@ class TorchSDPABackend(AttentionBackend):
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context
     ) -> torch.Tensor:
-        if self._step is None or self._step[0] is not ctx:
-            self._step = (ctx, _decode_indices(ctx, k_cache.size(1), q.dtype))
-        slots, mask, is_padding = self._step[1]
+        step = self._step
+        if step is None or step.ctx is not ctx:
+            step = self._step = self._prepare_decode(ctx, k_cache)
         num_seqs, num_heads, head_dim = q.shape
-        num_kv_heads = k_cache.size(2)
         # The query heads of one K/V head are as many query rows over it: no K/V is repeated.
-        q = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        kv_shape = (num_seqs, -1, num_kv_heads, head_dim)
-        k = _gather(k_cache, slots).view(kv_shape).transpose(1, 2)
-        v = _gather(v_cache, slots).view(kv_shape).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        q = q.reshape(num_seqs, k_cache.size(2), -1, head_dim)
+        if step.order is not None:
+            q = q.index_select(0, step.order)
+        k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        outs = []
+        for group, group_q in zip(step.groups, q.split(step.group_sizes), strict=True):
+            torch.index_select(k_cache, 0, group.slots, out=group.k_rows)
+            torch.index_select(v_cache, 0, group.slots, out=group.v_rows)
+            outs.append(
+                F.scaled_dot_product_attention(group_q, group.k, group.v, attn_mask=group.mask)
+            )
+        out = outs[0] if step.inverse is None else torch.cat(outs).index_select(0, step.inverse)
         out = out.reshape(num_seqs, num_heads, head_dim)
-        return out if is_padding is None else out.masked_fill(is_padding, 0.0)
+        return out if step.is_padding is None else out.masked_fill(step.is_padding, 0.0)
+
+    def _prepare_decode(self, ctx: Context, cache: torch.Tensor) -> "_DecodeStep":
+        """cache: float [num_blocks, block_size, num_kv_heads, head_dim] any layer's K or V."""
+        assert ctx.block_tables is not None and ctx.context_lens is not None, "decode needs both"
+        lens, tables = ctx.context_lens.unsqueeze(1), ctx.block_tables
+        shapes = [(tables.size(0), max(ctx.max_context_len, 1))]
+        order = inverse = is_padding = None
+        if lens.device.type == "cpu":
+            # Only here are the lengths free to look at; a GPU would have to be waited for.
+            bytes_per_key = 2 * cache.size(2) * cache.size(3) * cache.element_size()
+            shapes, rows = _group_by_length(ctx.context_lens.tolist(), bytes_per_key)
+            if len(shapes) > 1:
+                order = torch.tensor(rows)
+                inverse = order.argsort()
+                lens, tables = lens[order], tables[order]
+        if lens.device.type != "cpu" or int(lens.min()) == 0:
+            is_padding = (ctx.context_lens == 0)[:, None, None]
+        max_len = shapes[0][1]
+        slots = _slots_of(tables, max_len, cache.size(1)).clamp_min_(0)
+        mask: torch.Tensor | None = None
+        if tables.size(0) > 1:
+            is_visible = torch.arange(max_len, dtype=lens.dtype, device=lens.device) < lens
+            # Beyond a sequence's end its first key is read again: other slots may hold NaN, which
+            # no mask stops (0 * NaN). Padding rows read any slot and are zeroed after the fact.
+            slots = torch.where(is_visible, slots, slots[:, :1])
+            mask = cache.new_full((), float("-inf")).masked_fill(is_visible, 0.0)[:, None, None]
+        groups = []
+        first = 0
+        for num_seqs, num_keys in shapes:
+            group = slice(first, first + num_seqs)
+            k_rows, v_rows = self._gather_buffers(cache, num_seqs * num_keys)
+            kv_shape = (num_seqs, num_keys, *cache.shape[2:])
+            groups.append(
+                _DecodeGroup(
+                    slots=slots[group, :num_keys].flatten(),
+                    k_rows=k_rows,
+                    v_rows=v_rows,
+                    k=k_rows.view(kv_shape).transpose(1, 2),
+                    v=v_rows.view(kv_shape).transpose(1, 2),
+                    mask=None if mask is None or num_seqs == 1 else mask[group, ..., :num_keys],
+                )
+            )
+            first += num_seqs
+        sizes = [num_seqs for num_seqs, _ in shapes]
+        return _DecodeStep(ctx, order, inverse, is_padding, sizes, groups)
+
+    def _gather_buffers(
+        self, cache: torch.Tensor, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """float [num_rows, num_kv_heads, head_dim] for K and for V."""
+        buffers = self._buffers
+        if buffers is None or buffers.size(1) < num_rows or buffers.dtype != cache.dtype:
+            # Some room to grow: contexts get longer with every step.
+            buffers = cache.new_empty(2, num_rows + num_rows // 4 + 64, *cache.shape[2:])
+            self._buffers = buffers
+        return buffers[0, :num_rows], buffers[1, :num_rows]
 
 
-# slots: int64 [num_seqs * max_context_len] cache rows to gather, sequence after sequence
-# mask: float [num_seqs, 1, 1, max_context_len] 0 or -inf, added to the scores; None: all visible
-# is_padding: bool [num_seqs, 1, 1] rows without any key; None: there are none
-_DecodeIndices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+@dataclass(frozen=True, eq=False, slots=True)
+class _DecodeGroup:
+    """Sequences of similar length that are computed as one padded batch."""
+
+    # int32 [num_seqs * num_keys]: slots to gather, sequence after sequence.
+    slots: torch.Tensor
+    # float [num_seqs * num_keys, num_kv_heads, head_dim]: where they are gathered.
+    k_rows: torch.Tensor
+    v_rows: torch.Tensor
+    # float [num_seqs, num_kv_heads, num_keys, head_dim]: the same memory.
+    k: torch.Tensor
+    v: torch.Tensor
+    # float [num_seqs, 1, 1, num_keys]: 0 or -inf, added to the scores; None: all visible.
+    mask: torch.Tensor | None
 
 
-def _decode_indices(ctx: Context, block_size: int, dtype: torch.dtype) -> _DecodeIndices:
-    """What every layer needs to gather and mask this step's keys."""
-    assert ctx.block_tables is not None and ctx.context_lens is not None, "decode needs both"
-    num_seqs, max_len = ctx.block_tables.size(0), max(ctx.max_context_len, 1)
-    if num_seqs == 1 and ctx.max_context_len > 0:
-        return _slots_of(ctx.block_tables[0], max_len, block_size), None, None
-    lens = ctx.context_lens.unsqueeze(1)
-    positions = torch.arange(max_len, device=lens.device).expand(num_seqs, -1)
-    is_visible = positions < lens
-    # Beyond a sequence's end its first key is read again: other slots may hold NaN, which a mask
-    # does not stop (0 * NaN). Padding rows read slot 0 and are zeroed after the fact.
-    positions = positions * is_visible
-    blocks = ctx.block_tables.gather(1, positions // block_size).clamp_min_(0)
-    slots = (blocks * block_size + positions % block_size).flatten()
-    mask = torch.zeros(is_visible.shape, dtype=dtype, device=lens.device)
-    mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None, None, :]
-    is_padding = (lens == 0).unsqueeze(-1)
-    if is_padding.device.type == "cpu" and not is_padding.any():
-        return slots, mask, None
-    return slots, mask, is_padding
+@dataclass(frozen=True, eq=False, slots=True)
+class _DecodeStep:
+    """What the layers of one decode step share."""
+
+    ctx: Context
+    # int64 [num_seqs]: batch row of each row of the groups, and the way back; None: the same.
+    order: torch.Tensor | None
+    inverse: torch.Tensor | None
+    # bool [num_seqs, 1, 1]: batch rows without any key; None: there are none.
+    is_padding: torch.Tensor | None
+    # Sequences in each group.
+    group_sizes: list[int]
+    groups: list[_DecodeGroup]
 
 
-def _slots_of(block_table: torch.Tensor, num_keys: int, block_size: int) -> torch.Tensor:
-    """Slots of a sequence's first `num_keys` keys.
+def _group_by_length(
+    lens: list[int], bytes_per_key: int
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Cut a batch into groups whose K/V stays in the processor's cache and is little padded.
 
-    block_table: int32 [max_num_blocks] the sequence's blocks, tail padded
-    returns: int32 [num_keys]
+    Returns (sequences, keys) of each group and the batch rows in the groups' order, longest first.
     """
-    table = block_table[: -(-num_keys // block_size)]
-    offsets = torch.arange(block_size, dtype=table.dtype, device=table.device)
-    return (table.unsqueeze(1) * block_size + offsets).flatten()[:num_keys]
+    rows = sorted(range(len(lens)), key=lens.__getitem__, reverse=True)
+    shapes: list[tuple[int, int]] = []
+    for row in rows:
+        num_seqs, num_keys = shapes[-1] if shapes else (0, 0)
+        if shapes and (num_seqs + 1) * num_keys * bytes_per_key <= GROUP_BYTES:
+            shapes[-1] = (num_seqs + 1, num_keys)
+        else:
+            shapes.append((1, max(lens[row], 1)))
+    return shapes, rows
+
+
+def _slots_of(block_tables: torch.Tensor, num_keys: int, block_size: int) -> torch.Tensor:
+    """Slots of each sequence's first `num_keys` keys; of no use where it has fewer.
+
+    block_tables: int32 [num_seqs, max_num_blocks] tails padded
+    returns: int32 [num_seqs, num_keys]
+    """
+    tables = block_tables[:, : -(-num_keys // block_size), None]
+    offsets = torch.arange(block_size, dtype=tables.dtype, device=tables.device)
+    return torch.add(offsets, tables, alpha=block_size).flatten(1)[:, :num_keys]
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

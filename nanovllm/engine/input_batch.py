@@ -28,7 +28,10 @@ def build(batch: ScheduledBatch, block_size: int, device: torch.device) -> Input
     block_size: tokens per block, to turn a position into a slot: block id * block_size + offset.
     """
     starts, counts = batch.num_cached_tokens, batch.num_scheduled_tokens
-    seq_index, positions = _token_positions(starts, counts)
+    if batch.is_prefill:
+        seq_index, positions = _token_positions(starts, counts)
+    else:
+        seq_index, positions = np.arange(batch.num_seqs, dtype=np.int32), starts
     blocks = batch.block_tables[seq_index, positions // block_size]
     arrays = {
         "input_ids": batch.input_ids,

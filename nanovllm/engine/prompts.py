@@ -33,15 +33,15 @@ def find_eos_token_ids(checkpoint: Path, tokenizer: Any, hf_config: Any) -> set[
     config.json speaks where there is no generation_config.json, as in transformers.
     """
     path = checkpoint / "generation_config.json"
-    if path.is_file():
-        try:
+    try:
+        if path.is_file():
             listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"model: {path} cannot be read: {error}") from error
-    else:
-        listed = getattr(hf_config, "eos_token_id", None)
-    ids = listed if isinstance(listed, list) else [listed]
-    return {int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}
+        else:
+            path, listed = checkpoint / "config.json", getattr(hf_config, "eos_token_id", None)
+        ids = listed if isinstance(listed, list) else [listed]
+        return {int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"model: {path} cannot be read: {error}") from error
 
 
 class PromptReader:
@@ -64,6 +64,8 @@ class PromptReader:
                 " list of these"
             )
         texts = [i for i, item in enumerate(items) if isinstance(item, str)]
+        for i in texts:
+            _check_text(f"prompts[{i}]", items[i])
         encoded = dict(zip(texts, self._encode([items[i] for i in texts]), strict=True))
         return [
             self._check(f"prompts[{i}]", encoded[i] if i in encoded else item)
@@ -102,6 +104,16 @@ def is_single(prompts: Any) -> bool:
     if isinstance(prompts, AbstractSequence) and not isinstance(prompts, str):
         return len(prompts) > 0 and isinstance(prompts[0], numbers.Integral)
     return isinstance(prompts, str) or getattr(prompts, "ndim", None) == 1
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # tokenizers would call it a wrong type
+        raise ValueError(
+            f"{name}: got a string with a lone surrogate at {error.start}, needs valid Unicode, try"
+            " decoding its source with errors='replace'"
+        ) from error
 
 
 def _as_integers(name: str, item: Any) -> npt.NDArray[np.integer]:

@@ -53,6 +53,7 @@ class Scheduler:
         self.table = SequenceTable(self.max_num_running, self.max_len, self.block_size)
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)
         self._running: IntArray = np.empty(0, np.int32)  # rows, in order of admission
+        self._refused: tuple[Sequence | None, int] = (None, 0)  # see _admit
 
     @property
     def running(self) -> list[Sequence]:
@@ -145,14 +146,19 @@ class Scheduler:
         """Give a waiting sequence a row and blocks; False when there is no room now.
 
         Each of the num_holders sequences already holding blocks will soon want one more, so as
-        many stay free: admitting into the last block only buys a preemption.
+        many stay free: admitting into the last block only buys a preemption. A sequence that was
+        refused is tried again when there is more room than then: looking up a long cached prefix
+        at every step would cost as much as the step.
         """
-        if not self.table.free_rows:
+        room = self.block_manager.num_free_blocks - num_holders
+        refused, refused_room = self._refused
+        if not self.table.free_rows or (seq is refused and room <= refused_room):
             return False
         seq.enter(self.table)
         if self.block_manager.allocate(seq, num_reserved=num_holders):
             return True
         seq.leave()
+        self._refused = (seq, room)
         assert num_holders > 0, "a sequence that fits the pool found no room in an empty one"
         return False
 

@@ -13,10 +13,15 @@ from nanovllm.layers.linear import ShardId, make_parameter
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32."""
 
+    # float32 []: a tensor, because an operation with a Python number costs several on the CPU.
+    eps_tensor: torch.Tensor
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = make_parameter((size,), {None: (size,)}, self.load_weight)
+        self.size = size
+        self.eps = eps
+        self.register_buffer("eps_tensor", torch.tensor(eps, dtype=torch.float32), persistent=False)
 
     def load_weight(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId) -> None:
         """Copy the whole weight; every rank norms whole rows.
@@ -25,23 +30,28 @@ class RMSNorm(nn.Module):
         """
         param.data.copy_(loaded)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: float [num_tokens, size]; returns them normed, in the same type."""
-        return _rms_norm(hidden_states, self.weight, self.eps)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: float [..., size]; returns it normed, in the same type."""
+        if x.is_cuda:
+            return F.rms_norm(x, (self.size,), self.weight, self.eps)
+        # torch composes its own of more operations than these, which is what counts for few rows.
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        scale = torch.addcmul(self.eps_tensor, norm, norm, value=1 / self.size).rsqrt_()
+        return (x * scale).mul_(self.weight).to(x.dtype)
 
     def add_forward(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor
+        self, x: torch.Tensor, residual: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add, then norm.
 
-        hidden_states, residual: float [num_tokens, size] a block's output and what it was added to
+        x, residual: float [..., size] a block's output and what it was added to
         returns: the normed sum, and the sum, which is the next residual
         """
-        residual = hidden_states + residual
-        return _rms_norm(residual, self.weight, self.eps), residual
+        residual = x + residual
+        return self.forward(residual), residual
 
 
-class QKNorm(nn.Module):
+class QKNorm(RMSNorm):
     """RMSNorm of each query and key head.
 
     The two differ in their weights only, so they are one operation on the packed heads, with the
@@ -49,10 +59,9 @@ class QKNorm(nn.Module):
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps
-        self.rows = {"q": slice(0, num_heads), "k": slice(num_heads, None)}
-        shapes = {"q": (head_dim,), "k": (head_dim,)}
+        super().__init__(head_dim, eps)
+        self.rows: dict[ShardId, slice] = {"q": slice(num_heads), "k": slice(num_heads, None)}
+        shapes = dict.fromkeys(self.rows, (head_dim,))
         self.weight = make_parameter((num_heads + num_kv_heads, head_dim), shapes, self.load_weight)
 
     def load_weight(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId) -> None:
@@ -62,19 +71,8 @@ class QKNorm(nn.Module):
         """
         param.data[self.rows[shard_id]].copy_(loaded)
 
-    def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """heads: float [num_tokens, num_heads + num_kv_heads, head_dim]; returns them normed."""
-        return _rms_norm(heads, self.weight, self.eps)
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x: float [..., size]; weight: float, of x's last one or two dimensions; returns as x."""
-    size = x.size(-1)
-    if x.is_cuda:
-        if weight.dim() == 1:
-            return F.rms_norm(x, (size,), weight, eps)
-        return F.rms_norm(x, (size,), None, eps) * weight
-    # torch's own composition of this on the CPU takes 1.6 times as long for one token.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
-    return (x * scale).mul_(weight).to(x.dtype)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: float [num_tokens, num_heads + num_kv_heads, head_dim]; returns it normed."""
+        if x.is_cuda:
+            return F.rms_norm(x, (self.size,), None, self.eps) * self.weight
+        return super().forward(x)

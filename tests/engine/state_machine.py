@@ -131,7 +131,8 @@ class Scenario:
         num_shared = r.choice([n, n - 1, n // 2, n // size * size, 0])
         prompt = r.choice(self.stems)[:num_shared]
         prompt += r.choices(range(NUM_TOKENS), k=n - num_shared)
-        params = PARAMS[r.randint(1, self.max_tokens) if r.random() < 0.95 else None, r.random() < 0.5]
+        max_tokens = r.randint(1, self.max_tokens) if r.random() < 0.95 else None
+        params = PARAMS[max_tokens, r.random() < 0.5]
         seq = Sequence(prompt, params, self.max_len)
         req = self.live[seq] = Request(params, n, self.max_len)
         for token in prompt:
@@ -332,7 +333,7 @@ class Scenario:
             self._fail(1, "a row without a sequence holds blocks")
         if ref_counts != manager._ref_counts:
             self._fail(2, f"reference counts {manager._ref_counts}, held {ref_counts}")
-        if len(free) != ref_counts.count(0) or any([ref_counts[block] for block in free]):
+        if len(free) != ref_counts.count(0) or [b for b in free if ref_counts[b]]:
             self._fail(1, f"free {free}, held {ref_counts}")
         if len(set(free)) < len(free) or len(free) != manager.num_free_blocks:
             self._fail(4, f"free {free}")

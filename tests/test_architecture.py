@@ -1,0 +1,263 @@
+"""The rules of the house that a machine can check: imports, sizes, references, banned calls."""
+
+import ast
+import io
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "nanovllm"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+MAX_PACKAGE_LINES = 4500
+MAX_FILE_LINES = 240
+MAX_FUNCTION_LINES = 60
+
+# Module -> what it may import of nanovllm, and from outside the standard library. The first
+# matching line counts; a name stands for the module and for everything below it.
+IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
+    "nanovllm": ({"llm", "outputs", "sampling_params"}, set()),
+    "llm": ({"engine.llm_engine"}, set()),
+    "config": (set(), {"huggingface_hub", "transformers"}),
+    "sampling_params": (set(), set()),
+    "outputs": (set(), set()),
+    "utils.*": (set(), {"torch", "safetensors", "tqdm"}),
+    "kernels.*": (set(), {"torch", "triton"}),
+    "attention": ({"attention"}, {"torch"}),
+    "attention.flash_attn2": ({"attention.base", "utils.context"}, {"torch", "flash_attn"}),
+    "attention.*": ({"attention.base", "kernels", "utils.context"}, {"torch"}),
+    "layers.*": ({"layers", "kernels", "attention", "utils"}, {"torch"}),
+    "models": (set(), set()),
+    "models.*": ({"models.decoder", "layers", "utils.distributed"}, {"torch", "transformers"}),
+    "engine.sequence": ({"outputs", "sampling_params"}, {"numpy"}),
+    "engine.block_manager": ({"engine.sequence"}, {"numpy", "xxhash"}),
+    "engine.scheduler": ({"engine.block_manager", "engine.sequence", "outputs"}, {"numpy"}),
+    "engine.prompts": ({"sampling_params"}, {"numpy", "transformers"}),
+    "engine.input_batch": ({"engine.sequence", "utils"}, {"numpy", "torch"}),
+    "engine.cuda_graph": ({"engine.input_batch", "utils"}, {"torch"}),
+    "engine.kv_cache": ({"attention.base", "layers.attention"}, {"numpy", "torch"}),
+    "engine.model_runner": (
+        {
+            "attention",
+            "config",
+            "engine.cuda_graph",
+            "engine.input_batch",
+            "engine.kv_cache",
+            "engine.sequence",
+            "layers.attention",
+            "layers.sampler",
+            "models",
+            "utils",
+        },
+        {"numpy", "torch"},
+    ),
+    "engine.worker": ({"config", "engine.model_runner", "engine.sequence"}, {"numpy"}),
+    "engine.llm_engine": (
+        {
+            "nanovllm",
+            "attention",
+            "config",
+            "engine",
+            "layers.attention",
+            "models",
+            "outputs",
+            "sampling_params",
+            "utils",
+        },
+        {"torch", "tqdm"},
+    ),
+}
+# These take seconds to import or need not be installed, so only a function that needs one asks.
+LAZY_IMPORTS = {"flash_attn", "huggingface_hub", "transformers", "xgrammar"}
+
+
+def module_name(path: Path) -> str:
+    """nanovllm/engine/scheduler.py -> engine.scheduler; the package itself is nanovllm."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__") or "nanovllm"
+
+
+MODULES = {module_name(path): path for path in FILES}
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Absolute names of what is imported anywhere below, `from a import b` as a.b."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(tree: ast.AST) -> set[str]:
+    """The modules of this package that are imported, `nanovllm.` left out."""
+    found = set()
+    for name in imports(tree):
+        if name.split(".")[0] == "nanovllm":
+            inner = name.removeprefix("nanovllm").removeprefix(".")
+            while inner and inner not in MODULES:
+                inner = inner.rpartition(".")[0]
+            found.add(inner or "nanovllm")
+    return found
+
+
+def outside_imports(tree: ast.AST) -> set[str]:
+    names = {name.split(".")[0] for name in imports(tree)}
+    return names - sys.stdlib_module_names - {"nanovllm"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_what_its_layer_may(module):
+    pattern = next((p for p in IMPORT_TABLE if fnmatch(module, p)), None)
+    is_package = MODULES[module].name == "__init__.py"
+    assert pattern or is_package, f"{module} has no line in the import table"
+    inside, outside = IMPORT_TABLE[pattern] if pattern else (set(), set())
+    allowed = {m for m in MODULES for a in inside if m == a or m.startswith(f"{a}.")}
+    assert own_imports(TREES[module]) <= allowed
+    assert outside_imports(TREES[module]) <= outside
+
+
+def test_every_line_of_the_import_table_is_about_something():
+    for pattern in IMPORT_TABLE:
+        assert any(fnmatch(module, pattern) for module in MODULES), pattern
+
+
+def test_imports_go_one_way():
+    graph = {m: own_imports(TREES[m]) - {"nanovllm", m} for m in MODULES if m != "nanovllm"}
+    assert list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_slow_and_optional_packages_are_imported_inside_functions(module):
+    definitions = (ast.FunctionDef, ast.ClassDef)
+    at_import = [node for node in TREES[module].body if not isinstance(node, definitions)]
+    assert not outside_imports(ast.Module(at_import, [])) & LAZY_IMPORTS
+
+
+def test_scheduling_never_loads_torch():
+    """Checked at run time too, as a parent package could bring it in."""
+    code = (
+        "import sys, nanovllm.config, nanovllm.engine.prompts, nanovllm.engine.scheduler;"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("script", ["bench.py", "example.py"])
+def test_scripts_use_public_names_only(script):
+    tree = ast.parse((ROOT / script).read_text(encoding="utf-8"))
+    assert own_imports(tree) <= {"nanovllm"}
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def code_lines(source: str) -> set[int]:
+    """Numbers of the lines that carry a token; comments and docstrings are free."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.OP, tokenize.NAME, tokenize.NUMBER, tokenize.STRING) or (
+            tokenize.tok_name[token.type].startswith("FSTRING")
+        ):
+            lines.update(range(token.start[0], token.end[0] + 1))
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, owners) and ast.get_docstring(node):
+            docstring = node.body[0]
+            lines.difference_update(range(docstring.lineno, docstring.end_lineno + 1))
+    return lines
+
+
+def test_code_lines_are_those_with_a_token():
+    source = '"""Doc\nstring."""\n\nx = """a\nb"""  # c\n# d\ndef f(a):\n    "doc"\n    return a\n'
+    assert code_lines(source) == {4, 5, 7, 9}
+
+
+def test_package_stays_small():
+    total = sum(len(code_lines(path.read_text(encoding="utf-8"))) for path in FILES)
+    assert total <= MAX_PACKAGE_LINES
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_files_and_functions_stay_small(module):
+    lines = code_lines(MODULES[module].read_text(encoding="utf-8"))
+    assert len(lines) <= MAX_FILE_LINES
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FunctionDef):
+            size = len(lines & set(range(node.lineno, node.end_lineno + 1)))
+            assert size <= MAX_FUNCTION_LINES, f"{node.name} has {size} lines"
+
+
+# -- what must be there ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [name for name, tree in TREES.items() if tree.body])
+def test_module_says_what_it_owns(module):
+    assert ast.get_docstring(TREES[module])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_signature_has_types(module):
+    for node in ast.walk(TREES[module]):
+        if isinstance(node, ast.FunctionDef) and not is_triton_kernel(node):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            args += [arg for arg in (node.args.vararg, node.args.kwarg) if arg]
+            untyped = [a.arg for a in args if a.annotation is None and a.arg not in ("self", "cls")]
+            assert not untyped, f"{node.name}: {untyped}"
+            assert node.returns is not None, node.name
+
+
+@pytest.mark.parametrize("module", ["config", "sampling_params"])
+def test_every_knob_has_a_comment_on_its_line(module):
+    lines = MODULES[module].read_text(encoding="utf-8").splitlines()
+    classes = [node for node in TREES[module].body if isinstance(node, ast.ClassDef)]
+    knobs = [node for cls in classes for node in cls.body if isinstance(node, ast.AnnAssign)]
+    assert knobs
+    for node in knobs:
+        assert "  # " in lines[node.end_lineno - 1], lines[node.end_lineno - 1]
+
+
+def is_triton_kernel(node: ast.FunctionDef) -> bool:
+    return any("triton" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("kernels.")])
+def test_kernel_has_its_reference_beside_it(module):
+    functions = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.FunctionDef)]
+    if any(is_triton_kernel(node) for node in functions):
+        assert any(node.name.endswith("_ref") for node in functions)
+
+
+# -- what must not ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_can_run_code_from_a_file_or_a_message(module):
+    tree = TREES[module]
+    imported = {name.split(".")[0] for name in imports(tree)}
+    assert not imported & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        assert called not in ("eval", "exec", "compile", "__import__", "torch.load"), called
+        # multiprocessing's Connection pickles what these send and receive.
+        assert not called.endswith(("connection.send", "connection.recv")), called
+        for keyword in node.keywords:
+            if keyword.arg == "trust_remote_code":
+                assert ast.unparse(keyword.value) == "False"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_package_logs_and_never_prints(module):
+    calls = [node for node in ast.walk(TREES[module]) if isinstance(node, ast.Call)]
+    assert "print" not in {ast.unparse(node.func) for node in calls}
