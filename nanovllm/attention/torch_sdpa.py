@@ -4,6 +4,8 @@ Owns nothing but indices derived from the current step. Gathers a sequence's K/V
 lets `scaled_dot_product_attention` do the rest; runs on every device torch knows.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -17,8 +19,8 @@ class TorchSDPABackend(AttentionBackend):
     name = "torch"
 
     def __init__(self) -> None:
-        # The last decode step and the indices made from it, which all layers of a step share.
-        self._step: tuple[Context, _DecodeIndices] | None = None
+        # All layers of a decode step share what was derived from its context by the first.
+        self._step: _DecodeStep | None = None
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
@@ -52,47 +54,62 @@ class TorchSDPABackend(AttentionBackend):
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, ctx: Context
     ) -> torch.Tensor:
-        if self._step is None or self._step[0] is not ctx:
-            self._step = (ctx, _decode_indices(ctx, k_cache.size(1), q.dtype))
-        slots, mask, is_padding = self._step[1]
+        step = self._step
+        if step is None or step.ctx is not ctx:
+            step = self._step = _prepare_decode(ctx, k_cache)
         num_seqs, num_heads, head_dim = q.shape
         num_kv_heads = k_cache.size(2)
         # The query heads of one K/V head are as many query rows over it: no K/V is repeated.
         q = q.reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
         kv_shape = (num_seqs, -1, num_kv_heads, head_dim)
-        k = _gather(k_cache, slots).view(kv_shape).transpose(1, 2)
-        v = _gather(v_cache, slots).view(kv_shape).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        torch.index_select(k_cache.flatten(0, 1), 0, step.slots, out=step.k)
+        torch.index_select(v_cache.flatten(0, 1), 0, step.slots, out=step.v)
+        k, v = step.k.view(kv_shape).transpose(1, 2), step.v.view(kv_shape).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=step.mask)
         out = out.reshape(num_seqs, num_heads, head_dim)
-        return out if is_padding is None else out.masked_fill(is_padding, 0.0)
+        return out if step.is_padding is None else out.masked_fill(step.is_padding, 0.0)
 
 
-# slots: int64 [num_seqs * max_context_len] cache rows to gather, sequence after sequence
-# mask: float [num_seqs, 1, 1, max_context_len] 0 or -inf, added to the scores; None: all visible
-# is_padding: bool [num_seqs, 1, 1] rows without any key; None: there are none
-_DecodeIndices = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+@dataclass(frozen=True, eq=False, slots=True)
+class _DecodeStep:
+    """What every layer needs to gather and mask one step's keys."""
+
+    ctx: Context
+    # int [num_seqs * max_context_len]: slots to gather, sequence after sequence.
+    slots: torch.Tensor
+    # float [num_seqs * max_context_len, num_kv_heads, head_dim]: where they are gathered. Fresh
+    # memory for each layer would cost more than the copy.
+    k: torch.Tensor
+    v: torch.Tensor
+    # float [num_seqs, 1, 1, max_context_len]: 0 or -inf, added to the scores; None: all visible.
+    mask: torch.Tensor | None
+    # bool [num_seqs, 1, 1]: rows without any key; None: there are none.
+    is_padding: torch.Tensor | None
 
 
-def _decode_indices(ctx: Context, block_size: int, dtype: torch.dtype) -> _DecodeIndices:
-    """What every layer needs to gather and mask this step's keys."""
+def _prepare_decode(ctx: Context, cache: torch.Tensor) -> _DecodeStep:
+    """cache: float [num_blocks, block_size, num_kv_heads, head_dim] any layer's K or V."""
     assert ctx.block_tables is not None and ctx.context_lens is not None, "decode needs both"
+    block_size = cache.size(1)
     num_seqs, max_len = ctx.block_tables.size(0), max(ctx.max_context_len, 1)
+    k, v = cache.new_empty(2, num_seqs * max_len, *cache.shape[2:]).unbind(0)
     if num_seqs == 1 and ctx.max_context_len > 0:
-        return _slots_of(ctx.block_tables[0], max_len, block_size), None, None
+        slots = _slots_of(ctx.block_tables[0], max_len, block_size)
+        return _DecodeStep(ctx, slots, k, v, mask=None, is_padding=None)
     lens = ctx.context_lens.unsqueeze(1)
     positions = torch.arange(max_len, device=lens.device).expand(num_seqs, -1)
     is_visible = positions < lens
-    # Beyond a sequence's end its first key is read again: other slots may hold NaN, which a mask
-    # does not stop (0 * NaN). Padding rows read slot 0 and are zeroed after the fact.
+    # Beyond a sequence's end its first key is read again: other slots may hold NaN, which no mask
+    # stops (0 * NaN). Padding rows read slot 0 and are zeroed after the fact.
     positions = positions * is_visible
     blocks = ctx.block_tables.gather(1, positions // block_size).clamp_min_(0)
     slots = (blocks * block_size + positions % block_size).flatten()
-    mask = torch.zeros(is_visible.shape, dtype=dtype, device=lens.device)
-    mask = mask.masked_fill_(~is_visible, float("-inf"))[:, None, None, :]
-    is_padding = (lens == 0).unsqueeze(-1)
-    if is_padding.device.type == "cpu" and not is_padding.any():
-        return slots, mask, None
-    return slots, mask, is_padding
+    mask = cache.new_zeros(is_visible.shape).masked_fill_(~is_visible, float("-inf"))
+    is_padding: torch.Tensor | None = (lens == 0).unsqueeze(-1)
+    # Only here is it known at no cost; elsewhere it would be a wait for the device.
+    if lens.device.type == "cpu" and int(lens.min()) > 0:
+        is_padding = None
+    return _DecodeStep(ctx, slots, k, v, mask[:, None, None, :], is_padding)
 
 
 def _slots_of(block_table: torch.Tensor, num_keys: int, block_size: int) -> torch.Tensor:

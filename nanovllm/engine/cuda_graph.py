@@ -1,85 +1,70 @@
-"""DecodeGraphs: static buffers, capture and replay of the decode forward, one graph per bucket.
+"""DecodeGraphs: capture and replay of whole decode steps, one graph per batch bucket.
 
-A graph replays fixed kernels on fixed addresses, so a step copies its inputs into the buffers and
-replays the smallest bucket that holds it. Rows past the batch are padding: slot -1, which the
-store skips, and context length 0, which attention skips.
+A graph holds everything from the gathering of the inputs to the sampled tokens and their way back
+into DecodeState. A step writes two short rows of integers (kernels/decode_step.py) and replays the
+smallest bucket that holds it; the rows past the batch are padding.
 
-    batch of 3 in the bucket of 4:   input_ids [9 4 7 .]   slots [12 40 8 -1]   lens [13 9 1 0]
+    batch of 3 in the bucket of 4:   rows [5 0 2 -1]   new blocks [-1 7 -1 -1]
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from nanovllm.engine.input_batch import InputBatch
-from nanovllm.utils.context import Context, use_context
+from nanovllm.engine.input_batch import decode_rows
+from nanovllm.engine.sequence import ScheduledBatch
 
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+class StepResult(NamedTuple):
+    tokens: torch.Tensor  # int64 [num_sampled], -1 where the logits were not finite
+    logits: torch.Tensor | None  # [num_sampled, vocab_size]; None on ranks that do not sample
+
+
+# (rows, new_blocks), int32 [num_seqs] each -> the step's result.
+DecodeStep = Callable[[torch.Tensor, torch.Tensor], StepResult]
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
     """Ascending batch sizes to capture; the last one is max_num_seqs, whatever that is."""
-    sizes = [1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 16)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:
     def __init__(
-        self,
-        forward: Forward,
-        max_num_seqs: int,
-        max_num_blocks: int,
-        max_model_len: int,
-        device: torch.device,
+        self, step: DecodeStep, max_num_seqs: int, keep_logits: bool, device: torch.device
     ) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory pool.
 
-        forward: (input_ids, positions) -> hidden states, run inside a Context.
-        max_num_blocks: width of the widest block table.
+        step: a whole decode step on the device, without a wait for it.
+        keep_logits: hold on to each graph's logits, which then do not share memory.
         """
         self.sizes = bucket_sizes(max_num_seqs)
-        self.input_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.positions = torch.zeros_like(self.input_ids)
-        self.slot_mapping = torch.full_like(self.input_ids, -1)
-        self.context_lens = torch.zeros_like(self.input_ids)
-        self.block_tables = torch.zeros(
-            max_num_seqs, max_num_blocks, dtype=torch.int32, device=device
-        )
-        self._max_model_len = max_model_len
+        self._device = device
+        self._inputs = {
+            size: torch.full((2, size), -1, dtype=torch.int32, device=device)
+            for size in self.sizes
+        }
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
+        self._results: dict[int, StepResult] = {}
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):
+            rows, new_blocks = self._inputs[size].unbind()
+            # Once outside: kernels are compiled and libraries initialised where that is legal.
+            step(rows, new_blocks)
+            torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()
-            with use_context(self._context(size)):
-                # Once outside: kernels are compiled and libraries initialised where that is legal.
-                forward(self.input_ids[:size], self.positions[:size])
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._outputs[size] = forward(self.input_ids[:size], self.positions[:size])
+            with torch.cuda.graph(graph, pool=pool):
+                result = step(rows, new_blocks)
             self._graphs[size] = graph
+            self._results[size] = result if keep_logits else StepResult(result.tokens, None)
 
-    def _context(self, size: int) -> Context:
-        return Context(
-            is_prefill=False,
-            slot_mapping=self.slot_mapping[:size],
-            block_tables=self.block_tables[:size],
-            context_lens=self.context_lens[:size],
-            max_context_len=self._max_model_len,
-        )
-
-    def replay(self, inputs: InputBatch) -> torch.Tensor:
-        """Hidden states [num_seqs, hidden] of a decode batch; valid until the next replay."""
-        ctx = inputs.context
-        n = len(inputs.input_ids)
-        assert ctx.block_tables is not None and ctx.context_lens is not None
+    def replay(self, batch: ScheduledBatch) -> StepResult:
+        """Launch a decode batch; the result is overwritten by the next replay of its bucket."""
+        n = batch.num_seqs
         size = next(size for size in self.sizes if size >= n)
-        self.input_ids[:n] = inputs.input_ids
-        self.positions[:n] = inputs.positions
-        self.slot_mapping[:n] = ctx.slot_mapping
-        self.context_lens[:n] = ctx.context_lens
-        self.block_tables[:n, : ctx.block_tables.size(1)] = ctx.block_tables
-        self.slot_mapping[n:size] = -1
-        self.context_lens[n:size] = 0
+        self._inputs[size].copy_(decode_rows(batch, size, self._device), non_blocking=True)
         self._graphs[size].replay()
-        return self._outputs[size][:n]
+        tokens, logits = self._results[size]
+        return StepResult(tokens[:n], None if logits is None else logits[:n])

@@ -1,7 +1,8 @@
 """ScheduledBatch -> device tensors: input ids, positions, attention metadata, temperatures.
 
-Pure functions of the batch. The integer arrays are laid end to end in one host buffer, which goes
-to the device in a single copy; the tensors are views of it.
+A prefill is built on the host, from the batch alone: its integer arrays are laid end to end in one
+buffer that goes to the device in a single copy, and the tensors are views of it. A decode step is
+gathered on the device from DecodeState.
 """
 
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
+from nanovllm.kernels.decode_step import DecodeInputs
 from nanovllm.utils.context import Context
 
 
@@ -18,63 +21,106 @@ class InputBatch:
     input_ids: torch.Tensor  # int32 [num_tokens]
     positions: torch.Tensor  # int32 [num_tokens]
     context: Context
+    # Of the sampled sequences, in order:
+    rows: torch.Tensor  # int32 [num_sampled], of DecodeState; -1 for padding
     temperatures: torch.Tensor  # float32 [num_sampled]
-    all_greedy: bool  # every sampled sequence has temperature 0
+    seeds: torch.Tensor  # int64 [num_sampled]
+    draw_positions: torch.Tensor  # int32 [num_sampled] where the sampled token will stand
 
 
-def build(batch: ScheduledBatch, block_size: int, device: torch.device) -> InputBatch:
-    """The tensors of one step on the given device.
-
-    block_size: tokens per block, to turn a position into a slot: block id * block_size + offset.
-    """
+def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
+    """The tensors of a prefill step; also enters its rows into the device's state."""
+    block_size = state.block_size
     starts, counts = batch.num_cached_tokens, batch.num_scheduled_tokens
+    ends, is_sampled = starts + counts, batch.is_sampled
     seq_index, positions = _token_positions(starts, counts)
     blocks = batch.block_tables[seq_index, positions // block_size]
     arrays = {
+        # int64 first, so that the views stay aligned.
+        "seeds": batch.seeds.view(np.int32),
+        "sampled_seeds": batch.seeds[is_sampled].view(np.int32),
         "input_ids": batch.input_ids,
         "positions": positions,
         "slot_mapping": blocks * np.int32(block_size) + positions % block_size,
+        "cu_seqlens_q": _cumulative(counts),
+        "cu_seqlens_k": _cumulative(ends),
+        "logits_indices": (np.cumsum(counts, dtype=np.int32) - 1)[is_sampled],
+        "block_tables": batch.block_tables,
+        "ends": ends,
+        "rows": batch.rows,
+        "temperatures": batch.temperatures.view(np.int32),
+        "sampled_rows": batch.rows[is_sampled],
+        "sampled_ends": ends[is_sampled],
+        "sampled_temperatures": batch.temperatures[is_sampled].view(np.int32),
     }
-    ends = starts + counts
-    has_cached_context = bool(starts.any())
-    if batch.is_prefill:
-        arrays["cu_seqlens_q"] = _cumulative(counts)
-        arrays["cu_seqlens_k"] = _cumulative(ends)
-        arrays["logits_indices"] = (np.cumsum(counts, dtype=np.int32) - 1)[batch.is_sampled]
-    else:
-        arrays["context_lens"] = ends
-    if has_cached_context or not batch.is_prefill:
-        arrays["block_tables"] = batch.block_tables
-    arrays["temperatures"] = batch.temperatures.view(np.int32)
-    t = _to_device(arrays, device)
-    if batch.is_prefill:
-        context = Context(
-            is_prefill=True,
-            slot_mapping=t["slot_mapping"],
-            block_tables=t.get("block_tables"),
-            cu_seqlens_q=t["cu_seqlens_q"],
-            cu_seqlens_k=t["cu_seqlens_k"],
-            max_seqlen_q=int(counts.max()),
-            max_seqlen_k=int(ends.max()),
-            seqlens_q=counts.tolist(),
-            seqlens_k=ends.tolist(),
-            logits_indices=t["logits_indices"],
-        )
-    else:
-        context = Context(
-            is_prefill=False,
-            slot_mapping=t["slot_mapping"],
-            block_tables=t["block_tables"],
-            context_lens=t["context_lens"],
-            max_context_len=int(ends.max()),
-        )
+    t = _to_device(arrays, state.num_tokens.device)
+    state.admit(
+        t["rows"],
+        t["ends"],
+        t["block_tables"],
+        t["temperatures"].view(torch.float32),
+        t["seeds"].view(torch.int64),
+    )
+    context = Context(
+        is_prefill=True,
+        slot_mapping=t["slot_mapping"],
+        block_tables=t["block_tables"] if starts.any() else None,
+        cu_seqlens_q=t["cu_seqlens_q"],
+        cu_seqlens_k=t["cu_seqlens_k"],
+        max_seqlen_q=int(counts.max()),
+        max_seqlen_k=int(ends.max()),
+        seqlens_q=counts.tolist(),
+        seqlens_k=ends.tolist(),
+        logits_indices=t["logits_indices"],
+    )
     return InputBatch(
         input_ids=t["input_ids"],
         positions=t["positions"],
         context=context,
-        temperatures=t["temperatures"].view(torch.float32),
-        all_greedy=not batch.temperatures.any(),
+        rows=t["sampled_rows"],
+        temperatures=t["sampled_temperatures"].view(torch.float32),
+        seeds=t["sampled_seeds"].view(torch.int64),
+        draw_positions=t["sampled_ends"],
     )
+
+
+def build_decode(
+    rows: torch.Tensor,
+    new_blocks: torch.Tensor,
+    state: DecodeState,
+    max_context_len: int,
+    out: DecodeInputs | None = None,
+) -> InputBatch:
+    """The tensors of a decode step, gathered on the device.
+
+    rows, new_blocks: int32 [num_seqs], see kernels/decode_step.py.
+    max_context_len: an upper bound of the context lengths that the host knows.
+    """
+    inputs = state.gather(rows, new_blocks, out)
+    context = Context(
+        is_prefill=False,
+        slot_mapping=inputs.slot_mapping,
+        block_tables=inputs.block_tables,
+        context_lens=inputs.context_lens,
+        max_context_len=max_context_len,
+    )
+    return InputBatch(
+        input_ids=inputs.input_ids,
+        positions=inputs.positions,
+        context=context,
+        rows=rows,
+        temperatures=inputs.temperatures,
+        seeds=inputs.seeds,
+        draw_positions=inputs.context_lens,
+    )
+
+
+def decode_rows(batch: ScheduledBatch, num_rows: int, device: torch.device) -> torch.Tensor:
+    """int32 [2, num_rows]: the batch's rows and new blocks, padded with -1, in one copy."""
+    host = np.full((2, num_rows), -1, np.int32)
+    host[0, : batch.num_seqs] = batch.rows
+    host[1, : batch.num_seqs] = batch.new_blocks
+    return _to_device({"": host}, device)[""]
 
 
 def _token_positions(starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
@@ -96,13 +142,12 @@ def _cumulative(lens: IntArray) -> IntArray:
 
 def _to_device(arrays: dict[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
     """int32 arrays as tensors of the same shapes, in one copy."""
-    if device.type == "cpu":
-        # A table of the scheduler's may be a view that the next step rewrites: copy, as CUDA does.
-        return {name: torch.from_numpy(np.array(a, np.int32)) for name, a in arrays.items()}
     sizes = [a.size for a in arrays.values()]
-    # A fresh pinned buffer each step: torch's caching host allocator reuses one only after the
+    # A fresh buffer each step: torch's caching host allocator reuses a pinned one only after the
     # copy that reads it has finished, so no step overwrites what is still being sent.
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
     np.concatenate([a.ravel() for a in arrays.values()], out=host.numpy())
     parts = host.to(device, non_blocking=True).split(sizes)
-    return {name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)}
+    return {
+        name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)
+    }

@@ -4,6 +4,12 @@ It owns the waiting queue, the running set and the BlockManager. It knows token 
 never tensors. Prefill goes first; when nothing can be admitted, every running sequence decodes
 one token. When a running sequence needs a block and none is free, the most recently admitted one
 is preempted and later recomputed, mostly from the prefix cache.
+
+schedule() may be called again before update() has heard what the last step sampled: lengths, slots
+and ends by length are known without the tokens. An EOS is then seen one step late, and the token
+that the sequence got meanwhile is dropped. Its blocks may be handed out at once, although that
+step may still be writing to them, because all steps run in order on one stream. Only tokens that
+were read back are hashed into the prefix cache.
 """
 
 from collections import deque
@@ -53,6 +59,7 @@ class Scheduler:
         self.table = SequenceTable(self.max_num_running, self.max_len, self.block_size)
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)
         self._running: IntArray = np.empty(0, np.int32)  # rows, in order of admission
+        self._num_inflight_steps = 0
 
     @property
     def running(self) -> list[Sequence]:
@@ -84,37 +91,45 @@ class Scheduler:
                 seq.status = SequenceStatus.FINISHED
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's work, or None when there is none."""
-        return self._schedule_prefill() or self._schedule_decode()
+        """The next step's work; None when there is none, or none before update() was called."""
+        batch = self._schedule_prefill() or self._schedule_decode()
+        if batch is not None:
+            self._num_inflight_steps += 1
+            rows = batch.rows
+            self.table.num_cached_tokens[rows] += batch.num_scheduled_tokens
+            self.table.num_inflight_tokens[rows] += batch.is_sampled
+        return batch
 
     def update(self, batch: ScheduledBatch, token_ids: npt.NDArray[np.integer]) -> list[Sequence]:
         """Store a step's sampled tokens and return the sequences that finished.
 
+        Steps are updated in the order they were scheduled.
         token_ids: int [number of True in batch.is_sampled], -1 where the logits were not finite.
         """
-        self._advance(batch)
-        rows = batch.rows[batch.is_sampled]
+        self._num_inflight_steps -= 1
         table = self.table
+        # Gone since: finished by the step before, or aborted. Their rows may have new owners.
+        is_here = table.seq_ids[batch.rows] == batch.seq_ids
+        token_ids = token_ids[is_here[batch.is_sampled]]
+        self._publish(batch, is_here)
+        rows = batch.rows[batch.is_sampled & is_here]
         lens = table.num_tokens[rows]
-        is_bad = token_ids < 0
         table.token_ids[rows, lens] = token_ids
-        table.num_tokens[rows] = lens + ~is_bad  # a bad token is not part of the completion
+        table.num_tokens[rows] = lens + 1
+        table.num_inflight_tokens[rows] -= 1
         is_eos = np.zeros(len(rows), np.bool_)
         for eos in self.eos_token_ids:
             is_eos |= token_ids == eos
         is_eos &= ~table.ignore_eos[rows]
+        is_bad = token_ids < 0
         is_done = is_eos | is_bad | (lens + 1 >= table.stop_len[rows])
+        if not is_done.any():
+            return []
         finished = []
-        for i in is_done.nonzero()[0].tolist():
+        for i in np.flatnonzero(is_done):
             reason: FinishReason = "error" if is_bad[i] else "stop" if is_eos[i] else "length"
             finished.append(self._finish(self._sequence(rows[i]), reason))
-        if batch.is_prefill:
-            rows = rows[~is_done]
-            for row in rows:
-                self._sequence(row).status = SequenceStatus.RUNNING
-            self._running = np.concatenate([self._running, rows])
-        elif finished:
-            self._running = self._running[~is_done]
+        self._running = self._running[table.seq_ids[self._running] >= 0]
         return finished
 
     # -- prefill ---------------------------------------------------------------------------------
@@ -137,9 +152,12 @@ class Scheduler:
             if count < num_left:
                 break  # a chunk: the sequence stays at the head, with its blocks, for the rest
             self.waiting.popleft()
+            seq.status = SequenceStatus.RUNNING
         if not rows:
             return None
-        return self._build_batch(True, np.array(rows, np.int32), np.array(counts, np.int32))
+        batch = self._build_prefill(np.array(rows, np.int32), np.array(counts, np.int32))
+        self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
+        return batch
 
     def _admit(self, seq: Sequence, num_holders: int) -> bool:
         """Give a waiting sequence a row and blocks; False when there is no room now.
@@ -159,21 +177,26 @@ class Scheduler:
     # -- decode ----------------------------------------------------------------------------------
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        """One token for each running sequence, after making room for it."""
-        table, rows = self.table, self._running
-        if not len(rows):
-            return None
-        num_held = len(rows)
-        needs_block = table.num_blocks[rows] * self.block_size < table.num_tokens[rows]
-        for i in needs_block.nonzero()[0].tolist():
-            while i < num_held and not self.block_manager.append_block(rows[i]):
-                num_held -= 1
-                self._preempt(self._sequence(rows[num_held]))
-        assert num_held > 0, "the last running sequence was preempted"
-        self._running = rows[:num_held]
-        return self._build_batch(False, self._running, np.ones(num_held, np.int32))
+        """One token for each running sequence that goes on, after making room for it."""
+        table = self.table
+        lens = table.num_tokens[self._running] + table.num_inflight_tokens[self._running]
+        # With an unread token a sequence may have reached its end already.
+        goes_on = lens < table.stop_len[self._running]
+        rows = self._running[goes_on]
+        needs_block = table.num_blocks[rows] * self.block_size < lens[goes_on]
+        for i in np.flatnonzero(needs_block):
+            while table.seq_ids[rows[i]] >= 0 and not self.block_manager.append_block(rows[i]):
+                # Which tokens a preempted sequence has must be known, and a step that is read
+                # back may finish another and make this unnecessary.
+                if self._num_inflight_steps:
+                    return None
+                self._preempt(self._sequence(self._running[-1]))
+        rows = rows[table.seq_ids[rows] >= 0]
+        return self._build_decode(rows) if len(rows) else None
 
     def _preempt(self, seq: Sequence) -> None:
+        assert len(self._running) > 1, "the last running sequence was preempted"
+        self._running = self._running[:-1]
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
@@ -181,37 +204,52 @@ class Scheduler:
 
     # -- shared ----------------------------------------------------------------------------------
 
-    def _build_batch(self, is_prefill: bool, rows: IntArray, counts: IntArray) -> ScheduledBatch:
+    def _build_prefill(self, rows: IntArray, counts: IntArray) -> ScheduledBatch:
         table = self.table
         starts = table.num_cached_tokens[rows]
-        if is_prefill:
-            input_ids = np.concatenate(
-                [
-                    table.token_ids[r, s : s + n]
-                    for r, s, n in zip(rows, starts, counts, strict=True)
-                ]
-            )
-        else:
-            input_ids = table.token_ids[rows, starts]
         is_sampled = starts + counts == table.num_tokens[rows]
         return ScheduledBatch(
-            is_prefill=is_prefill,
+            is_prefill=True,
             rows=rows,
-            input_ids=input_ids,
+            seq_ids=table.seq_ids[rows],
             num_cached_tokens=starts,
             num_scheduled_tokens=counts,
-            block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
             is_sampled=is_sampled,
-            temperatures=table.temperatures[rows[is_sampled]],
+            all_greedy=not table.temperatures[rows[is_sampled]].any(),
+            new_blocks=np.empty(0, np.int32),
+            input_ids=np.concatenate(
+                [table.token_ids[r, s : s + n] for r, s, n in zip(rows, starts, counts, strict=True)]
+            ),
+            block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
+            temperatures=table.temperatures[rows],
+            seeds=table.seeds[rows],
         )
 
-    def _advance(self, batch: ScheduledBatch) -> None:
-        """Count the step's tokens as cached and publish the blocks they filled."""
+    def _build_decode(self, rows: IntArray) -> ScheduledBatch:
+        table = self.table
+        new_blocks = table.new_blocks[rows]
+        table.new_blocks[rows] = -1
+        return ScheduledBatch(
+            is_prefill=False,
+            rows=rows,
+            seq_ids=table.seq_ids[rows],
+            num_cached_tokens=table.num_cached_tokens[rows],
+            num_scheduled_tokens=np.ones(len(rows), np.int32),
+            is_sampled=np.ones(len(rows), np.bool_),
+            all_greedy=not table.temperatures[rows].any(),
+            new_blocks=new_blocks,
+            input_ids=np.empty(0, np.int32),
+            block_tables=np.empty((0, 0), np.int32),
+            temperatures=np.empty(0, np.float32),
+            seeds=np.empty(0, np.int64),
+        )
+
+    def _publish(self, batch: ScheduledBatch, is_here: npt.NDArray[np.bool_]) -> None:
+        """Publish the blocks that the step filled."""
         old = batch.num_cached_tokens
-        new = old + batch.num_scheduled_tokens
-        self.table.num_cached_tokens[batch.rows] = new
-        first, last = old // self.block_size, new // self.block_size
-        for i in (first != last).nonzero()[0].tolist():
+        first = old // self.block_size
+        last = (old + batch.num_scheduled_tokens) // self.block_size
+        for i in np.flatnonzero((first != last) & is_here):
             self.block_manager.publish(self._sequence(batch.rows[i]), int(first[i]), int(last[i]))
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Sequence:
