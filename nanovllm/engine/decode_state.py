@@ -29,9 +29,12 @@ class DecodeState:
     def create(
         cls, num_rows: int, max_num_blocks: int, block_size: int, device: torch.device
     ) -> "DecodeState":
-        ints = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
+        """The state of num_rows rows, and one row more, -1, that padding may write to."""
+        num_rows += 1
+        last_tokens, num_tokens = torch.zeros(2, num_rows, dtype=torch.int32, device=device)
         return cls(
-            *ints.unbind(),
+            last_tokens=last_tokens,
+            num_tokens=num_tokens,
             block_tables=torch.zeros(num_rows, max_num_blocks, dtype=torch.int32, device=device),
             temperatures=torch.zeros(num_rows, dtype=torch.float32, device=device),
             seeds=torch.zeros(num_rows, dtype=torch.int64, device=device),
@@ -46,7 +49,7 @@ class DecodeState:
         temperatures: torch.Tensor,
         seeds: torch.Tensor,
     ) -> None:
-        """Take over the rows of a prefill: int32 [n] each, block_tables [n, width]."""
+        """Take over the rows of a prefill, [n] each, block_tables [n, width]; -1 is padding."""
         rows = rows.long()
         self.num_tokens[rows] = num_tokens
         self.block_tables[rows, : block_tables.size(1)] = block_tables

@@ -6,8 +6,10 @@ gathered on the device from DecodeState.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from nanovllm.engine.decode_state import DecodeState
@@ -28,32 +30,79 @@ class InputBatch:
     draw_positions: torch.Tensor  # int32 [num_sampled] where the sampled token will stand
 
 
-def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
-    """The tensors of a prefill step; also enters its rows into the device's state."""
-    block_size = state.block_size
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """The sizes that a prefill's arrays are padded to; those of the batch itself for no padding."""
+
+    num_tokens: int
+    num_seqs: int
+    max_num_blocks: int  # width of the block tables
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> "PrefillShape":
+        return cls(batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1])
+
+
+def prefill_arrays(
+    batch: ScheduledBatch, shape: PrefillShape, block_size: int
+) -> dict[str, IntArray]:
+    """Everything a prefill sends to the device, as int32 arrays of this shape.
+
+    Padding tokens have slot -1, padding sequences no token, and row -1.
+    """
     starts, counts = batch.num_cached_tokens, batch.num_scheduled_tokens
     ends, is_sampled = starts + counts, batch.is_sampled
     seq_index, positions = _token_positions(starts, counts)
     blocks = batch.block_tables[seq_index, positions // block_size]
-    arrays = {
+    slots = blocks * np.int32(block_size) + positions % block_size
+    tables = np.zeros((shape.num_seqs, shape.max_num_blocks), np.int32)
+    tables[: batch.num_seqs, : batch.block_tables.shape[1]] = batch.block_tables
+    n, m = shape.num_tokens, shape.num_seqs
+    return {
         # int64 first, so that the views stay aligned.
-        "seeds": batch.seeds.view(np.int32),
-        "sampled_seeds": batch.seeds[is_sampled].view(np.int32),
-        "input_ids": batch.input_ids,
-        "positions": positions,
-        "slot_mapping": blocks * np.int32(block_size) + positions % block_size,
-        "cu_seqlens_q": _cumulative(counts),
-        "cu_seqlens_k": _cumulative(ends),
-        "logits_indices": (np.cumsum(counts, dtype=np.int32) - 1)[is_sampled],
-        "block_tables": batch.block_tables,
-        "ends": ends,
-        "rows": batch.rows,
-        "temperatures": batch.temperatures.view(np.int32),
-        "sampled_rows": batch.rows[is_sampled],
-        "sampled_ends": ends[is_sampled],
-        "sampled_temperatures": batch.temperatures[is_sampled].view(np.int32),
+        "seeds": _pad(batch.seeds, m, 0).view(np.int32),
+        "sampled_seeds": _pad(batch.seeds[is_sampled], m, 0).view(np.int32),
+        "input_ids": _pad(batch.input_ids, n, 0),
+        "positions": _pad(positions, n, 0),
+        "slot_mapping": _pad(slots, n, -1),
+        "cu_seqlens_q": _cumulative(_pad(counts, m, 0)),
+        "cu_seqlens_k": _cumulative(_pad(ends, m, 0)),
+        "logits_indices": _pad((np.cumsum(counts, dtype=np.int32) - 1)[is_sampled], m, 0),
+        "block_tables": tables,
+        "ends": _pad(ends, m, 0),
+        "rows": _pad(batch.rows, m, -1),
+        "temperatures": _pad(batch.temperatures, m, 0).view(np.int32),
+        "sampled_rows": _pad(batch.rows[is_sampled], m, -1),
+        "sampled_ends": _pad(ends[is_sampled], m, 0),
+        "sampled_temperatures": _pad(batch.temperatures[is_sampled], m, 0).view(np.int32),
     }
-    t = _to_device(arrays, state.num_tokens.device)
+
+
+def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
+    """The tensors of a prefill step; also enters its rows into the device's state."""
+    arrays = prefill_arrays(batch, PrefillShape.of(batch), state.block_size)
+    num_sampled = int(batch.is_sampled.sum())
+    for name in ("sampled_rows", "sampled_ends", "sampled_temperatures", "logits_indices"):
+        arrays[name] = arrays[name][:num_sampled]
+    arrays["sampled_seeds"] = arrays["sampled_seeds"][: 2 * num_sampled]
+    counts = batch.num_scheduled_tokens
+    return prefill_inputs(
+        to_device(arrays, state.num_tokens.device),
+        state,
+        seqlens_q=counts.tolist(),
+        seqlens_k=(batch.num_cached_tokens + counts).tolist(),
+        has_cached_context=bool(batch.num_cached_tokens.any()),
+    )
+
+
+def prefill_inputs(
+    t: dict[str, torch.Tensor],
+    state: DecodeState,
+    seqlens_q: list[int],
+    seqlens_k: list[int],
+    has_cached_context: bool,
+) -> InputBatch:
+    """A prefill's tensors by name, as the model takes them; enters its rows into the state."""
     state.admit(
         t["rows"],
         t["ends"],
@@ -64,13 +113,13 @@ def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
     context = Context(
         is_prefill=True,
         slot_mapping=t["slot_mapping"],
-        block_tables=t["block_tables"] if starts.any() else None,
+        block_tables=t["block_tables"] if has_cached_context else None,
         cu_seqlens_q=t["cu_seqlens_q"],
         cu_seqlens_k=t["cu_seqlens_k"],
-        max_seqlen_q=int(counts.max()),
-        max_seqlen_k=int(ends.max()),
-        seqlens_q=counts.tolist(),
-        seqlens_k=ends.tolist(),
+        max_seqlen_q=max(seqlens_q),
+        max_seqlen_k=max(seqlens_k),
+        seqlens_q=seqlens_q,
+        seqlens_k=seqlens_k,
         logits_indices=t["logits_indices"],
     )
     return InputBatch(
@@ -115,12 +164,35 @@ def build_decode(
     )
 
 
-def decode_rows(batch: ScheduledBatch, num_rows: int, device: torch.device) -> torch.Tensor:
-    """int32 [2, num_rows]: the batch's rows and new blocks, padded with -1, in one copy."""
-    host = np.full((2, num_rows), -1, np.int32)
-    host[0, : batch.num_seqs] = batch.rows
-    host[1, : batch.num_seqs] = batch.new_blocks
-    return _to_device({"": host}, device)[""]
+def decode_rows(batch: ScheduledBatch, num_rows: int) -> IntArray:
+    """int32 [2, num_rows]: the batch's rows and new blocks, padded with -1."""
+    return np.stack((_pad(batch.rows, num_rows, -1), _pad(batch.new_blocks, num_rows, -1)))
+
+
+def to_device(
+    arrays: dict[str, IntArray], device: torch.device, out: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """int32 arrays as tensors of the same shapes, in one copy: into out [sum of sizes], or new."""
+    sizes = [a.size for a in arrays.values()]
+    # A fresh buffer each step: torch's caching host allocator reuses a pinned one only after the
+    # copy that reads it has finished, so no step overwrites what is still being sent.
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate([a.ravel() for a in arrays.values()], out=host.numpy())
+    if out is None:
+        out = host.to(device, non_blocking=True)
+    else:
+        out.copy_(host, non_blocking=True)
+    parts = out.split(sizes)
+    return {name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)}
+
+
+def _pad(a: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    """The array, filled up at the end to this size."""
+    if len(a) == size:
+        return a
+    out = np.full(size, value, a.dtype)
+    out[: len(a)] = a
+    return out
 
 
 def _token_positions(starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
@@ -138,16 +210,3 @@ def _cumulative(lens: IntArray) -> IntArray:
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=out[1:])
     return out
-
-
-def _to_device(arrays: dict[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """int32 arrays as tensors of the same shapes, in one copy."""
-    sizes = [a.size for a in arrays.values()]
-    # A fresh buffer each step: torch's caching host allocator reuses a pinned one only after the
-    # copy that reads it has finished, so no step overwrites what is still being sent.
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate([a.ravel() for a in arrays.values()], out=host.numpy())
-    parts = host.to(device, non_blocking=True).split(sizes)
-    return {
-        name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)
-    }

@@ -143,9 +143,7 @@ class LLMEngine:
             )
         prompt_ids = self._reader.read(prompts)
         params = read_sampling_params(sampling_params, len(prompt_ids))
-        seqs = [
-            self._make_sequence(ids, p) for ids, p in zip(prompt_ids, params, strict=True)
-        ]
+        seqs = [self._make_sequence(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
         outputs: dict[int, RequestOutput] = {}
         try:
             for seq in seqs:

@@ -14,7 +14,7 @@ import torch
 from nanovllm.attention import select_backend
 from nanovllm.config import Config
 from nanovllm.engine import input_batch, kv_cache
-from nanovllm.engine.cuda_graph import DecodeGraphs, StepResult
+from nanovllm.engine.cuda_graph import DecodeGraphs, PrefillGraphs, StepResult
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
@@ -94,8 +94,9 @@ class ModelRunner:
         for layer in layers:
             layer.backend = self.backend
         self.sampler = Sampler()
+        self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.state = DecodeState.create(
-            min(config.max_num_seqs, config.max_num_batched_tokens),
+            self.num_rows,
             -(-max_model_len // config.kvcache_block_size),
             config.kvcache_block_size,
             self.device,
@@ -110,25 +111,29 @@ class ModelRunner:
         )
         self.num_blocks = self._size_pool(shape)
         self.pool = kv_cache.allocate(self.model, shape, self.num_blocks, self.backend, self.device)
-        self.graphs = self._capture_graphs()
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
+        self._capture_graphs()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start one step; its tokens reach the next one on the device, and the host by the handle."""
-        if batch.is_prefill:
-            inputs = input_batch.build_prefill(batch, self.state)
-            result = self._forward(inputs, batch.all_greedy)
-        elif self.graphs is not None and batch.num_seqs <= self.graphs.sizes[-1]:
-            result = self.graphs.replay(batch)
-        else:
-            rows, new_blocks = input_batch.decode_rows(batch, batch.num_seqs, self.device)
-            max_context_len = int(batch.num_cached_tokens.max()) + 1
-            inputs = input_batch.build_decode(rows, new_blocks, self.state, max_context_len)
-            result = self._forward(inputs, batch.all_greedy)
+        graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
+        result = None if graphs is None else graphs.replay(batch)
+        if result is None:
+            result = self._forward(self._build(batch), batch.all_greedy)
         self.last_result = result
         return StepHandle(result.tokens)
 
-    def _forward(self, inputs: InputBatch, all_greedy: bool) -> StepResult:
+    def _build(self, batch: ScheduledBatch) -> InputBatch:
+        if batch.is_prefill:
+            return input_batch.build_prefill(batch, self.state)
+        rows = input_batch.decode_rows(batch, batch.num_seqs)
+        max_context_len = int(batch.num_cached_tokens.max()) + 1
+        at, new_blocks = input_batch.to_device({"": rows}, self.device)[""].unbind()
+        return input_batch.build_decode(at, new_blocks, self.state, max_context_len)
+
+    def _forward(self, inputs: InputBatch, all_greedy: bool = False) -> StepResult:
         with use_context(inputs.context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
@@ -145,11 +150,11 @@ class ModelRunner:
     def _captured_step(self, rows: torch.Tensor, new_blocks: torch.Tensor) -> StepResult:
         # Lengths are read on the device: the bound only has to hold for every replay.
         inputs = input_batch.build_decode(rows, new_blocks, self.state, self.max_model_len)
-        return self._forward(inputs, all_greedy=False)
+        return self._forward(inputs)
 
     def close(self) -> None:
         """Give back the device memory and leave the process group."""
-        self.graphs = None
+        self.decode_graphs = self.prefill_graphs = None
         self.last_result = None
         del self.model, self.pool, self.state
         if self.device.type == "cuda":
@@ -194,19 +199,24 @@ class ModelRunner:
         logits of max_num_seqs rows outgrow the activations.
         """
         config = self.config
-        num_rows = len(self.state.num_tokens)
         num_full, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
         lens = [self.max_model_len] * num_full + [rest] * (rest > 0)
-        self.launch(_warm_up_batch(lens[:num_rows], config.kvcache_block_size))
-        self.launch(_warm_up_batch([1] * num_rows, config.kvcache_block_size))
+        self.launch(_warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
+        self.launch(_warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs | None:
+    def _capture_graphs(self) -> None:
         config = self.config
         if self.device.type != "cuda" or config.enforce_eager or not self.backend.is_graph_safe:
-            return None
-        max_num_seqs = min(len(self.state.num_tokens), self.num_blocks)
-        return DecodeGraphs(self._captured_step, max_num_seqs, self.keep_logits, self.device)
+            return
+        pool = torch.cuda.graph_pool_handle()
+        max_num_seqs = min(self.num_rows, self.num_blocks)
+        self.decode_graphs = DecodeGraphs(
+            self._captured_step, max_num_seqs, pool, self.keep_logits, self.device
+        )
+        self.prefill_graphs = PrefillGraphs(
+            self._forward, self.state, config.max_num_batched_tokens, pool, self.keep_logits
+        )
 
 
 def select_device(config: Config, rank: int) -> torch.device:

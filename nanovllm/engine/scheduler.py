@@ -28,6 +28,8 @@ from nanovllm.engine.sequence import (
 )
 from nanovllm.outputs import FinishReason
 
+_MAX_DECODES_BETWEEN_PREFILLS = 16
+
 
 class Scheduler:
     def __init__(
@@ -60,6 +62,7 @@ class Scheduler:
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)
         self._running: IntArray = np.empty(0, np.int32)  # rows, in order of admission
         self._num_inflight_steps = 0
+        self._num_decodes_since_prefill = 0
 
     @property
     def running(self) -> list[Sequence]:
@@ -136,6 +139,9 @@ class Scheduler:
 
     def _schedule_prefill(self) -> ScheduledBatch | None:
         """Admit from the head of the queue while budget, rows and blocks allow."""
+        if not self._is_prefill_worthwhile():
+            self._num_decodes_since_prefill += 1
+            return None
         budget = self.max_num_batched_tokens
         rows: list[int] = []
         counts: list[int] = []
@@ -155,9 +161,26 @@ class Scheduler:
             seq.status = SequenceStatus.RUNNING
         if not rows:
             return None
+        self._num_decodes_since_prefill = 0
         batch = self._build_prefill(np.array(rows, np.int32), np.array(counts, np.int32))
         self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
         return batch
+
+    def _is_prefill_worthwhile(self) -> bool:
+        """False while decoding on is better than admitting the few that would find a row.
+
+        A prefill of a few short prompts takes about as long as one of many, and every running
+        sequence waits for it. So rows are left to gather, up to an eighth of them, or for
+        _MAX_DECODES_BETWEEN_PREFILLS steps.
+        """
+        if not len(self._running) or (self.waiting and self.waiting[0].row is not None):
+            return True
+        num_free = len(self.table.free_rows)
+        return (
+            num_free * 8 >= self.max_num_running
+            or num_free >= len(self.waiting)
+            or self._num_decodes_since_prefill >= _MAX_DECODES_BETWEEN_PREFILLS
+        )
 
     def _admit(self, seq: Sequence, num_holders: int) -> bool:
         """Give a waiting sequence a row and blocks; False when there is no room now.
@@ -218,7 +241,10 @@ class Scheduler:
             all_greedy=not table.temperatures[rows[is_sampled]].any(),
             new_blocks=np.empty(0, np.int32),
             input_ids=np.concatenate(
-                [table.token_ids[r, s : s + n] for r, s, n in zip(rows, starts, counts, strict=True)]
+                [
+                    table.token_ids[r, s : s + n]
+                    for r, s, n in zip(rows, starts, counts, strict=True)
+                ]
             ),
             block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
             temperatures=table.temperatures[rows],

@@ -174,7 +174,8 @@ def main(fd: int) -> None:
                 )
             else:
                 assert runner is not None, f"call {call!r} before start"
-                runner.launch(ScheduledBatch(**scalars, **arrays))
+                fields: dict[str, Any] = {**scalars, **arrays}
+                runner.launch(ScheduledBatch(**fields))
             reply = encode("done", {}, {})
         except Exception:
             reply = encode("error", {"traceback": traceback.format_exc()}, {})

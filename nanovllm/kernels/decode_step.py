@@ -28,7 +28,10 @@ class DecodeInputs:
     def empty(cls, n: int, max_num_blocks: int, device: torch.device) -> "DecodeInputs":
         ints = torch.empty(4, n, dtype=torch.int32, device=device)
         return cls(
-            *ints.unbind(),
+            input_ids=ints[0],
+            positions=ints[1],
+            slot_mapping=ints[2],
+            context_lens=ints[3],
             block_tables=torch.empty(n, max_num_blocks, dtype=torch.int32, device=device),
             temperatures=torch.empty(n, dtype=torch.float32, device=device),
             seeds=torch.empty(n, dtype=torch.int64, device=device),
@@ -109,9 +112,7 @@ def _gather_inputs_kernel(
     tl.store(positions_ptr + i, position)
     tl.store(slot_mapping_ptr + i, slot)
     tl.store(context_lens_ptr + i, length)
-    tl.store(
-        out_temperatures_ptr + i, tl.load(temperatures_ptr + at, mask=is_real, other=0.0)
-    )
+    tl.store(out_temperatures_ptr + i, tl.load(temperatures_ptr + at, mask=is_real, other=0.0))
     tl.store(out_seeds_ptr + i, tl.load(seeds_ptr + at))
 
 

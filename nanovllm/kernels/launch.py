@@ -5,11 +5,10 @@ without Triton (every operation then runs its reference).
 
 Programmatic dependent launch (PDL, sm_90 and later): a kernel launched with it may start before
 its predecessor has ended. Each of our kernels lets its successor start (`gdc_launch_dependents`)
-and later waits for its predecessor (`gdc_wait`). Ahead of the wait it reads only what no kernel of
-the running step writes: weights, block tables, context lengths, KV of earlier steps. Whatever
-advances those between steps must therefore be over before the next step's first such kernel can
-start: a kernel that never releases its successor early (torch's, cuBLAS's) sees to that, and so
-does a graph's end.
+and later waits for its predecessor (`gdc_wait`). Ahead of the wait it reads only what is settled
+before the step's first such kernel starts: weights, positions, slots, block tables, context
+lengths, KV of earlier steps. Whatever writes those must be over by then: any kernel in between
+that never releases its successor early (torch's, cuBLAS's) sees to that, and so does a graph's end.
 """
 
 import functools

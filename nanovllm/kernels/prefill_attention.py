@@ -249,7 +249,7 @@ def prefill_attention(
     rows = max_seqlen_q * group
     if config is None:
         if q.dtype == torch.float32:  # exact products on CUDA cores
-            config = (32, 32, 4, 1)
+            config = (32 if block_d <= 64 else 16, 32, 4, 1)
         else:
             limit = next(d for d, _ in _CONFIGS if block_d <= d)
             config = _CONFIGS[limit, facts.large_shared_memory]

@@ -85,9 +85,7 @@ def qk_norm_rope_ref(
     # q and k heads stand side by side: one pass over both is half the operations of two.
     weights = None
     if q_norm is not None:
-        weights = torch.cat(
-            (q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1))
-        )
+        weights = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
     rotated = norm_rope_ref(heads[:, :-num_kv_heads], weights, positions, cos_sin, eps)
     k.copy_(rotated[:, num_heads:])
     q_out = (q if q_out is None else q_out.view(q.shape)).copy_(rotated[:, :num_heads])

@@ -92,7 +92,7 @@ class Qwen3Model(nn.Module):
         self.rotary_emb = RotaryEmbedding(
             head_dim_of(hf_config), hf_config.max_position_embeddings, rope_theta(hf_config)
         )
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             Qwen3DecoderLayer(hf_config) for _ in range(hf_config.num_hidden_layers)
         )
         self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
