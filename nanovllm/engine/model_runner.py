@@ -102,6 +102,8 @@ class ModelRunner:
             self.device,
         )
         self.last_result: StepResult | None = None
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         shape = CacheShape(
             num_layers=len(layers),
             block_size=config.kvcache_block_size,
@@ -111,8 +113,6 @@ class ModelRunner:
         )
         self.num_blocks = self._size_pool(shape)
         self.pool = kv_cache.allocate(self.model, shape, self.num_blocks, self.backend, self.device)
-        self.decode_graphs: DecodeGraphs | None = None
-        self.prefill_graphs: PrefillGraphs | None = None
         self._capture_graphs()
 
     @torch.inference_mode()
