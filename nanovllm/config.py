@@ -24,6 +24,7 @@ class Config:
     gpu_memory_utilization: float = 0.9  # share of device memory to plan for, (0, 1]; kv_cache
     tensor_parallel_size: int = 1  # ranks, 1 to 8; read by WorkerGroup
     enforce_eager: bool = False  # True: no CUDA graphs; read by ModelRunner
+    overlap: bool = True  # launch a step before the last one's tokens are read; LLMEngine
     kvcache_block_size: int = 256  # tokens per block, >= 1; the backend may ask for a multiple
     num_kvcache_blocks: int | None = None  # pool size, >= 1; None: measured by kv_cache
     dtype: str = "auto"  # compute type; auto: the checkpoint's on CUDA, float32 on the CPU
@@ -53,8 +54,9 @@ class Config:
             raise TypeError(f"gpu_memory_utilization: got {util!r}, needs a number, try 0.9")
         if not 0 < util <= 1:  # also false for NaN
             raise ValueError(f"gpu_memory_utilization: got {util}, needs 0 < x <= 1, try 0.9")
-        if not isinstance(self.enforce_eager, bool):
-            raise TypeError(f"enforce_eager: got {self.enforce_eager!r}, needs True or False")
+        for name in ("enforce_eager", "overlap"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: got {getattr(self, name)!r}, needs True or False")
         self._check_choice("dtype", DTYPES)
         self._check_choice("device", DEVICES)
         self._check_choice("load_format", LOAD_FORMATS)

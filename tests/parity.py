@@ -61,22 +61,17 @@ class RecordedLLM:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
         self.logits: dict[int, list[np.ndarray]] = {}
-        runner, sample = llm._runner, llm._runner.sampler.forward
-        run = runner.run
+        runner = llm._runner
+        launch = runner.launch
 
-        def record_logits(logits, *args):
-            self._logits = logits
-            return sample(logits, *args)
+        def record_launch(batch):
+            handle = launch(batch)
+            logits = runner.last_result.logits.float().cpu().numpy()
+            for i, seq_id in enumerate(batch.seq_ids[batch.is_sampled]):
+                self.logits.setdefault(int(seq_id), []).append(logits[i])
+            return handle
 
-        def record_run(batch):
-            tokens = run(batch)
-            logits = self._logits.float().cpu().numpy()
-            for i, row in enumerate(batch.rows[batch.is_sampled]):
-                seq_id = llm.scheduler.table.sequences[row].seq_id
-                self.logits.setdefault(seq_id, []).append(logits[i])
-            return tokens
-
-        runner.sampler.forward, runner.run = record_logits, record_run
+        runner.launch = record_launch
 
     def greedy(self, prompts: list[list[int]], num_tokens: int) -> list[Greedy]:
         """num_tokens greedy tokens of each prompt."""

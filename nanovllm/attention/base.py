@@ -39,6 +39,9 @@ class AttentionBackend(ABC):
     # context's tensors, nothing on the host's numbers.
     is_graph_safe: bool = False
 
+    # Decode batches up to this size go through fused_decode; 0: the backend has none.
+    fused_max_batch: int = 0
+
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
@@ -77,3 +80,21 @@ class AttentionBackend(ABC):
         returns: float [num_seqs, num_heads, head_dim]; rows of context length 0 are padding and
             their values are of no use, but never an error
         """
+
+    def fused_decode(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        eps: float,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        ctx: Context,
+    ) -> torch.Tensor:
+        """decode from the packed projection: also norms, rotates and stores the new token's K/V.
+
+        qkv: float [num_seqs, (num_heads + 2 * num_kv_heads) * head_dim]; the rest as qk_norm_rope
+        returns: float [num_seqs, num_heads, head_dim]
+        """
+        raise NotImplementedError(f"{self.name} has fused_max_batch {self.fused_max_batch}")

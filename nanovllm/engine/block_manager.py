@@ -76,8 +76,8 @@ class BlockManager:
         """Add one block to the end of a row's table; False when none is free."""
         if not self._free:
             return False
-        n = self._table.num_blocks[row]
-        self._table.block_tables[row, n] = self._take_free_block()
+        n, block = self._table.num_blocks[row], self._take_free_block()
+        self._table.block_tables[row, n] = self._table.new_blocks[row] = block
         self._table.num_blocks[row] = n + 1
         return True
 

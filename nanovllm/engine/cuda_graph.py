@@ -1,85 +1,182 @@
-"""DecodeGraphs: static buffers, capture and replay of the decode forward, one graph per bucket.
+"""Capture and replay of whole steps: decodes by batch size, short prefills by tokens and sequences.
 
-A graph replays fixed kernels on fixed addresses, so a step copies its inputs into the buffers and
-replays the smallest bucket that holds it. Rows past the batch are padding: slot -1, which the
-store skips, and context length 0, which attention skips.
+A decode graph holds everything from the gathering of the inputs to the sampled tokens and their way back
+into DecodeState. A step writes two short rows of integers (kernels/decode_step.py) and replays the
+smallest bucket that holds it; the rows past the batch are padding.
 
-    batch of 3 in the bucket of 4:   input_ids [9 4 7 .]   slots [12 40 8 -1]   lens [13 9 1 0]
+    batch of 3 in the bucket of 4:   rows [5 0 2 -1]   new blocks [-1 7 -1 -1]
 """
 
+import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from nanovllm.engine.input_batch import InputBatch
-from nanovllm.utils.context import Context, use_context
+from nanovllm.engine.decode_state import DecodeState
+from nanovllm.engine.input_batch import (
+    InputBatch,
+    PrefillShape,
+    decode_rows,
+    prefill_arrays,
+    prefill_inputs,
+    to_device,
+)
+from nanovllm.engine.sequence import IntArray, ScheduledBatch
 
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+class StepResult(NamedTuple):
+    tokens: torch.Tensor  # int64 [num_sampled], -1 where the logits were not finite
+    logits: torch.Tensor | None  # [num_sampled, vocab_size]; None on ranks that do not sample
+
+
+# (rows, new_blocks), int32 [num_seqs] each -> the step's result.
+DecodeStep = Callable[[torch.Tensor, torch.Tensor], StepResult]
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
     """Ascending batch sizes to capture; the last one is max_num_seqs, whatever that is."""
-    sizes = [1, 2, 4, *range(8, min(max_num_seqs, 256), 8), *range(256, max_num_seqs, 16)]
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max_num_seqs, 32)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+def _capture(
+    step: Callable[[], StepResult], pool: Any, keep_logits: bool
+) -> tuple[torch.cuda.CUDAGraph, StepResult]:
+    # Once outside: kernels are compiled and libraries initialised where that is legal.
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    # Logits that nobody holds lend their memory to the next graph.
+    return graph, result if keep_logits else StepResult(result.tokens, None)
 
 
 class DecodeGraphs:
     def __init__(
         self,
-        forward: Forward,
+        step: DecodeStep,
         max_num_seqs: int,
-        max_num_blocks: int,
-        max_model_len: int,
+        pool: Any,
+        keep_logits: bool,
         device: torch.device,
     ) -> None:
-        """Capture every bucket, the largest first, so that the others fit into its memory pool.
+        """Capture every bucket, the largest first, so that the others fit into its memory.
 
-        forward: (input_ids, positions) -> hidden states, run inside a Context.
-        max_num_blocks: width of the widest block table.
+        step: a whole decode step on the device, without a wait for it.
+        keep_logits: hold on to each graph's logits, which then do not share memory.
         """
         self.sizes = bucket_sizes(max_num_seqs)
-        self.input_ids = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
-        self.positions = torch.zeros_like(self.input_ids)
-        self.slot_mapping = torch.full_like(self.input_ids, -1)
-        self.context_lens = torch.zeros_like(self.input_ids)
-        self.block_tables = torch.zeros(
-            max_num_seqs, max_num_blocks, dtype=torch.int32, device=device
-        )
-        self._max_model_len = max_model_len
+        self._device = device
+        self._inputs = {
+            size: torch.full((2, size), -1, dtype=torch.int32, device=device) for size in self.sizes
+        }
+        # What each bucket's inputs hold: a step like the last one sends nothing.
+        self._sent: dict[int, IntArray] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._outputs: dict[int, torch.Tensor] = {}
-        pool = torch.cuda.graph_pool_handle()
+        self._results: dict[int, StepResult] = {}
         for size in reversed(self.sizes):
-            graph = torch.cuda.CUDAGraph()
-            with use_context(self._context(size)):
-                # Once outside: kernels are compiled and libraries initialised where that is legal.
-                forward(self.input_ids[:size], self.positions[:size])
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._outputs[size] = forward(self.input_ids[:size], self.positions[:size])
-            self._graphs[size] = graph
+            rows, new_blocks = self._inputs[size].unbind()
+            captured = functools.partial(step, rows, new_blocks)
+            self._graphs[size], self._results[size] = _capture(captured, pool, keep_logits)
 
-    def _context(self, size: int) -> Context:
-        return Context(
-            is_prefill=False,
-            slot_mapping=self.slot_mapping[:size],
-            block_tables=self.block_tables[:size],
-            context_lens=self.context_lens[:size],
-            max_context_len=self._max_model_len,
-        )
+    def replay(self, batch: ScheduledBatch) -> StepResult | None:
+        """Launch a decode batch, or None where no bucket holds it.
 
-    def replay(self, inputs: InputBatch) -> torch.Tensor:
-        """Hidden states [num_seqs, hidden] of a decode batch; valid until the next replay."""
-        ctx = inputs.context
-        n = len(inputs.input_ids)
-        assert ctx.block_tables is not None and ctx.context_lens is not None
-        size = next(size for size in self.sizes if size >= n)
-        self.input_ids[:n] = inputs.input_ids
-        self.positions[:n] = inputs.positions
-        self.slot_mapping[:n] = ctx.slot_mapping
-        self.context_lens[:n] = ctx.context_lens
-        self.block_tables[:n, : ctx.block_tables.size(1)] = ctx.block_tables
-        self.slot_mapping[n:size] = -1
-        self.context_lens[n:size] = 0
+        The result is overwritten by the next replay of its bucket.
+        """
+        n = batch.num_seqs
+        size = next((size for size in self.sizes if size >= n), None)
+        if size is None:
+            return None
+        rows = decode_rows(batch, size)
+        sent = self._sent.get(size)
+        if sent is None or not np.array_equal(rows, sent):
+            to_device({"": rows}, self._device, self._inputs[size].view(-1))
+            self._sent[size] = rows
         self._graphs[size].replay()
-        return self._outputs[size][:n]
+        tokens, logits = self._results[size]
+        return StepResult(tokens[:n], None if logits is None else logits[:n])
+
+
+# (tokens, sequences) of a captured prefill. Launching the kernels of a prefill one by one takes the
+# host longer than the device needs for some thousand tokens.
+_PREFILL_BUCKETS = ((64, 4), (128, 8), (256, 16), (512, 32), (1024, 64), (2048, 64), (4096, 128))
+
+
+class PrefillGraphs:
+    def __init__(
+        self,
+        step: Callable[[InputBatch], StepResult],
+        state: DecodeState,
+        max_num_tokens: int,
+        pool: Any,
+        keep_logits: bool,
+    ) -> None:
+        """Capture short prefills without cached context, the largest first.
+
+        step: the model and sampling on given inputs, without a wait for the device.
+        max_num_tokens: of one step.
+        """
+        self._device, self._block_size = state.num_tokens.device, state.block_size
+        num_rows, max_num_blocks = len(state.num_tokens) - 1, state.block_tables.size(1)
+        self._shapes = [
+            PrefillShape(num_tokens, min(num_seqs, num_rows), max_num_blocks)
+            for num_tokens, num_seqs in _PREFILL_BUCKETS
+            if num_tokens <= max_num_tokens
+        ]
+        self._graphs: dict[PrefillShape, torch.cuda.CUDAGraph] = {}
+        self._results: dict[PrefillShape, StepResult] = {}
+        self._inputs: dict[PrefillShape, torch.Tensor] = {}
+        for shape in reversed(self._shapes):
+            arrays = prefill_arrays(_empty_prefill(), shape, self._block_size)
+            total = sum(a.size for a in arrays.values())
+            buffer = torch.empty(total, dtype=torch.int32, device=self._device)
+            tensors = to_device(arrays, self._device, buffer)
+            lens = [shape.num_tokens]  # an upper bound: the lengths are read on the device
+
+            def captured(
+                tensors: dict[str, torch.Tensor] = tensors, lens: list[int] = lens
+            ) -> StepResult:
+                return step(prefill_inputs(tensors, state, lens, lens, has_cached_context=False))
+
+            self._inputs[shape] = buffer
+            self._graphs[shape], self._results[shape] = _capture(captured, pool, keep_logits)
+
+    def replay(self, batch: ScheduledBatch) -> StepResult | None:
+        """Launch a prefill batch, or None where no bucket holds it."""
+        if batch.num_cached_tokens.any():
+            return None
+        num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
+        for shape in self._shapes:
+            if shape.num_tokens >= num_tokens and shape.num_seqs >= num_seqs:
+                break
+        else:
+            return None
+        arrays = prefill_arrays(batch, shape, self._block_size)
+        to_device(arrays, self._device, self._inputs[shape])
+        self._graphs[shape].replay()
+        tokens, logits = self._results[shape]
+        n = int(batch.is_sampled.sum())
+        return StepResult(tokens[:n], None if logits is None else logits[:n])
+
+
+def _empty_prefill() -> ScheduledBatch:
+    """A prefill of nothing: padded, it is all padding."""
+    ints, flags = np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    return ScheduledBatch(
+        is_prefill=True,
+        rows=ints,
+        seq_ids=ints.astype(np.int64),
+        num_cached_tokens=ints,
+        num_scheduled_tokens=ints,
+        is_sampled=flags,
+        all_greedy=False,
+        new_blocks=ints,
+        input_ids=ints,
+        block_tables=ints.reshape(0, 1),
+        temperatures=ints.astype(np.float32),
+        seeds=ints.astype(np.int64),
+    )

@@ -1,15 +1,20 @@
 """ScheduledBatch -> device tensors: input ids, positions, attention metadata, temperatures.
 
-Pure functions of the batch. The integer arrays are laid end to end in one host buffer, which goes
-to the device in a single copy; the tensors are views of it.
+A prefill is built on the host, from the batch alone: its integer arrays are laid end to end in one
+buffer that goes to the device in a single copy, and the tensors are views of it. A decode step is
+gathered on the device from DecodeState.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
+from nanovllm.kernels.decode_step import DecodeInputs
 from nanovllm.utils.context import Context
 
 
@@ -18,66 +23,176 @@ class InputBatch:
     input_ids: torch.Tensor  # int32 [num_tokens]
     positions: torch.Tensor  # int32 [num_tokens]
     context: Context
+    # Of the sampled sequences, in order:
+    rows: torch.Tensor  # int32 [num_sampled], of DecodeState; -1 for padding
     temperatures: torch.Tensor  # float32 [num_sampled]
-    all_greedy: bool  # every sampled sequence has temperature 0
+    seeds: torch.Tensor  # int64 [num_sampled]
+    draw_positions: torch.Tensor  # int32 [num_sampled] where the sampled token will stand
 
 
-def build(batch: ScheduledBatch, block_size: int, device: torch.device) -> InputBatch:
-    """The tensors of one step on the given device.
+@dataclass(frozen=True, slots=True)
+class PrefillShape:
+    """The sizes that a prefill's arrays are padded to; those of the batch itself for no padding."""
 
-    block_size: tokens per block, to turn a position into a slot: block id * block_size + offset.
+    num_tokens: int
+    num_seqs: int
+    max_num_blocks: int  # width of the block tables
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch) -> "PrefillShape":
+        return cls(batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1])
+
+
+def prefill_arrays(
+    batch: ScheduledBatch, shape: PrefillShape, block_size: int
+) -> dict[str, IntArray]:
+    """Everything a prefill sends to the device, as int32 arrays of this shape.
+
+    Padding tokens have slot -1, padding sequences no token, and row -1.
     """
     starts, counts = batch.num_cached_tokens, batch.num_scheduled_tokens
-    if batch.is_prefill:
-        seq_index, positions = _token_positions(starts, counts)
-    else:
-        seq_index, positions = np.arange(batch.num_seqs, dtype=np.int32), starts
+    ends, is_sampled = starts + counts, batch.is_sampled
+    seq_index, positions = _token_positions(starts, counts)
     blocks = batch.block_tables[seq_index, positions // block_size]
-    arrays = {
-        "input_ids": batch.input_ids,
-        "positions": positions,
-        "slot_mapping": blocks * np.int32(block_size) + positions % block_size,
+    slots = blocks * np.int32(block_size) + positions % block_size
+    tables = np.zeros((shape.num_seqs, shape.max_num_blocks), np.int32)
+    tables[: batch.num_seqs, : batch.block_tables.shape[1]] = batch.block_tables
+    n, m = shape.num_tokens, shape.num_seqs
+    return {
+        # int64 first, so that the views stay aligned.
+        "seeds": _pad(batch.seeds, m, 0).view(np.int32),
+        "sampled_seeds": _pad(batch.seeds[is_sampled], m, 0).view(np.int32),
+        "input_ids": _pad(batch.input_ids, n, 0),
+        "positions": _pad(positions, n, 0),
+        "slot_mapping": _pad(slots, n, -1),
+        "cu_seqlens_q": _cumulative(_pad(counts, m, 0)),
+        "cu_seqlens_k": _cumulative(_pad(ends, m, 0)),
+        "logits_indices": _pad((np.cumsum(counts, dtype=np.int32) - 1)[is_sampled], m, 0),
+        "block_tables": tables,
+        "ends": _pad(ends, m, 0),
+        "rows": _pad(batch.rows, m, -1),
+        "temperatures": _pad(batch.temperatures, m, 0).view(np.int32),
+        "sampled_rows": _pad(batch.rows[is_sampled], m, -1),
+        "sampled_ends": _pad(ends[is_sampled], m, 0),
+        "sampled_temperatures": _pad(batch.temperatures[is_sampled], m, 0).view(np.int32),
     }
-    ends = starts + counts
-    has_cached_context = bool(starts.any())
-    if batch.is_prefill:
-        arrays["cu_seqlens_q"] = _cumulative(counts)
-        arrays["cu_seqlens_k"] = _cumulative(ends)
-        arrays["logits_indices"] = (np.cumsum(counts, dtype=np.int32) - 1)[batch.is_sampled]
-    else:
-        arrays["context_lens"] = ends
-    if has_cached_context or not batch.is_prefill:
-        arrays["block_tables"] = batch.block_tables
-    arrays["temperatures"] = batch.temperatures.view(np.int32)
-    t = _to_device(arrays, device)
-    if batch.is_prefill:
-        context = Context(
-            is_prefill=True,
-            slot_mapping=t["slot_mapping"],
-            block_tables=t.get("block_tables"),
-            cu_seqlens_q=t["cu_seqlens_q"],
-            cu_seqlens_k=t["cu_seqlens_k"],
-            max_seqlen_q=int(counts.max()),
-            max_seqlen_k=int(ends.max()),
-            seqlens_q=counts.tolist(),
-            seqlens_k=ends.tolist(),
-            logits_indices=t["logits_indices"],
-        )
-    else:
-        context = Context(
-            is_prefill=False,
-            slot_mapping=t["slot_mapping"],
-            block_tables=t["block_tables"],
-            context_lens=t["context_lens"],
-            max_context_len=int(ends.max()),
-        )
+
+
+def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
+    """The tensors of a prefill step; also enters its rows into the device's state."""
+    arrays = prefill_arrays(batch, PrefillShape.of(batch), state.block_size)
+    num_sampled = int(batch.is_sampled.sum())
+    for name in ("sampled_rows", "sampled_ends", "sampled_temperatures", "logits_indices"):
+        arrays[name] = arrays[name][:num_sampled]
+    arrays["sampled_seeds"] = arrays["sampled_seeds"][: 2 * num_sampled]
+    counts = batch.num_scheduled_tokens
+    return prefill_inputs(
+        to_device(arrays, state.num_tokens.device),
+        state,
+        seqlens_q=counts.tolist(),
+        seqlens_k=(batch.num_cached_tokens + counts).tolist(),
+        has_cached_context=bool(batch.num_cached_tokens.any()),
+    )
+
+
+def prefill_inputs(
+    t: dict[str, torch.Tensor],
+    state: DecodeState,
+    seqlens_q: list[int],
+    seqlens_k: list[int],
+    has_cached_context: bool,
+) -> InputBatch:
+    """A prefill's tensors by name, as the model takes them; enters its rows into the state."""
+    state.admit(
+        t["rows"],
+        t["ends"],
+        t["block_tables"],
+        t["temperatures"].view(torch.float32),
+        t["seeds"].view(torch.int64),
+    )
+    context = Context(
+        is_prefill=True,
+        slot_mapping=t["slot_mapping"],
+        block_tables=t["block_tables"] if has_cached_context else None,
+        cu_seqlens_q=t["cu_seqlens_q"],
+        cu_seqlens_k=t["cu_seqlens_k"],
+        max_seqlen_q=max(seqlens_q),
+        max_seqlen_k=max(seqlens_k),
+        seqlens_q=seqlens_q,
+        seqlens_k=seqlens_k,
+        logits_indices=t["logits_indices"],
+    )
     return InputBatch(
         input_ids=t["input_ids"],
         positions=t["positions"],
         context=context,
-        temperatures=t["temperatures"].view(torch.float32),
-        all_greedy=not batch.temperatures.any(),
+        rows=t["sampled_rows"],
+        temperatures=t["sampled_temperatures"].view(torch.float32),
+        seeds=t["sampled_seeds"].view(torch.int64),
+        draw_positions=t["sampled_ends"],
     )
+
+
+def build_decode(
+    rows: torch.Tensor,
+    new_blocks: torch.Tensor,
+    state: DecodeState,
+    max_context_len: int,
+    out: DecodeInputs | None = None,
+) -> InputBatch:
+    """The tensors of a decode step, gathered on the device.
+
+    rows, new_blocks: int32 [num_seqs], see kernels/decode_step.py.
+    max_context_len: an upper bound of the context lengths that the host knows.
+    """
+    inputs = state.gather(rows, new_blocks, out)
+    context = Context(
+        is_prefill=False,
+        slot_mapping=inputs.slot_mapping,
+        block_tables=inputs.block_tables,
+        context_lens=inputs.context_lens,
+        max_context_len=max_context_len,
+    )
+    return InputBatch(
+        input_ids=inputs.input_ids,
+        positions=inputs.positions,
+        context=context,
+        rows=rows,
+        temperatures=inputs.temperatures,
+        seeds=inputs.seeds,
+        draw_positions=inputs.context_lens,
+    )
+
+
+def decode_rows(batch: ScheduledBatch, num_rows: int) -> IntArray:
+    """int32 [2, num_rows]: the batch's rows and new blocks, padded with -1."""
+    return np.stack((_pad(batch.rows, num_rows, -1), _pad(batch.new_blocks, num_rows, -1)))
+
+
+def to_device(
+    arrays: dict[str, IntArray], device: torch.device, out: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """int32 arrays as tensors of the same shapes, in one copy: into out [sum of sizes], or new."""
+    sizes = [a.size for a in arrays.values()]
+    # A fresh buffer each step: torch's caching host allocator reuses a pinned one only after the
+    # copy that reads it has finished, so no step overwrites what is still being sent.
+    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    np.concatenate([a.ravel() for a in arrays.values()], out=host.numpy())
+    if out is None:
+        out = host.to(device, non_blocking=True)
+    else:
+        out.copy_(host, non_blocking=True)
+    parts = out.split(sizes)
+    return {name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)}
+
+
+def _pad(a: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:
+    """The array, filled up at the end to this size."""
+    if len(a) == size:
+        return a
+    out = np.full(size, value, a.dtype)
+    out[: len(a)] = a
+    return out
 
 
 def _token_positions(starts: IntArray, counts: IntArray) -> tuple[IntArray, IntArray]:
@@ -95,17 +210,3 @@ def _cumulative(lens: IntArray) -> IntArray:
     out = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=out[1:])
     return out
-
-
-def _to_device(arrays: dict[str, IntArray], device: torch.device) -> dict[str, torch.Tensor]:
-    """int32 arrays as tensors of the same shapes, in one copy."""
-    if device.type == "cpu":
-        # A table of the scheduler's may be a view that the next step rewrites: copy, as CUDA does.
-        return {name: torch.from_numpy(np.array(a, np.int32)) for name, a in arrays.items()}
-    sizes = [a.size for a in arrays.values()]
-    # A fresh pinned buffer each step: torch's caching host allocator reuses one only after the
-    # copy that reads it has finished, so no step overwrites what is still being sent.
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
-    np.concatenate([a.ravel() for a in arrays.values()], out=host.numpy())
-    parts = host.to(device, non_blocking=True).split(sizes)
-    return {name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)}

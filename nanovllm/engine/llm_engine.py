@@ -1,18 +1,22 @@
 """LLMEngine: prompts in, completions out. It owns the scheduler and every rank's model runner."""
 
 import logging
+import numbers
+import struct
 import time
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from tqdm.auto import tqdm
 
 import nanovllm
 from nanovllm.attention import select_backend
 from nanovllm.config import Config, load_hf_config, resolve_checkpoint
-from nanovllm.engine.model_runner import ModelRunner, select_device, select_dtype
+from nanovllm.engine.model_runner import ModelRunner, StepHandle, select_device, select_dtype
 from nanovllm.engine.prompts import (
     PromptReader,
     find_eos_token_ids,
@@ -68,6 +72,9 @@ class LLMEngine:
             self.close()
             raise
         self._workers = workers
+        self._num_requests = 0
+        # Steps launched and not read back, oldest first: at most one between two calls.
+        self._inflight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -97,9 +104,11 @@ class LLMEngine:
         Raises ValueError or TypeError, with nothing queued, when the prompt cannot be served.
         """
         self._check_open()
+        if isinstance(prompt, numbers.Integral):
+            raise TypeError(f"prompt: got {prompt!r}, needs a string or a list of token ids")
         token_ids = self._reader.read([prompt])[0]
         params = read_sampling_params(sampling_params, 1)[0]
-        seq = Sequence(token_ids, params, self.scheduler.max_len)
+        seq = self._make_sequence(token_ids, params)
         self.scheduler.add(seq)
         return seq.seq_id
 
@@ -137,10 +146,7 @@ class LLMEngine:
             )
         prompt_ids = self._reader.read(prompts)
         params = read_sampling_params(sampling_params, len(prompt_ids))
-        seqs = [
-            Sequence(ids, p, self.scheduler.max_len)
-            for ids, p in zip(prompt_ids, params, strict=True)
-        ]
+        seqs = [self._make_sequence(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
         outputs: dict[int, RequestOutput] = {}
         try:
             for seq in seqs:
@@ -152,7 +158,7 @@ class LLMEngine:
                         outputs[seq.seq_id] = output
                     progress.update(batch, len(finished))
         except BaseException:  # an interrupt too: no request and no block may stay behind
-            self.scheduler.reset()
+            self._reset()
             raise
         return [outputs[seq.seq_id] for seq in seqs]
 
@@ -166,20 +172,40 @@ class LLMEngine:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed, needs an open one, make a new LLM")
 
+    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
+        """A request with its own random numbers: they depend on the engine's seed and its turn."""
+        key = struct.pack("<QQ", self.config.seed, self._num_requests)
+        self._num_requests += 1
+        seed = xxhash.xxh64_intdigest(key) >> 1
+        return Sequence(token_ids, params, self.scheduler.max_len, seed)
+
     def _step(self) -> tuple[ScheduledBatch | None, list[Sequence]]:
+        """Launch the next step, then read back the one before it, or this one without overlap.
+
+        While the host does the second, stores the tokens and makes their text, the device works
+        on the first.
+        """
         try:
             batch = self.scheduler.schedule()
-            if batch is None:
-                return None, []
-            self._workers.send_batch(batch)
-            token_ids = self._runner.run(batch)
-            self._workers.wait()
-            assert token_ids is not None, "rank 0 sampled nothing"
-            return batch, self.scheduler.update(batch, token_ids)
+            if batch is not None:
+                self._workers.send_batch(batch)
+                self._inflight.append((batch, self._runner.launch(batch)))
+                self._workers.wait()
+            num_kept = 1 if self.config.overlap and batch is not None else 0
+            finished: list[Sequence] = []
+            # Once every request has ended, the step still in flight holds nothing but surplus.
+            while len(self._inflight) > num_kept or (self._inflight and self.is_finished()):
+                launched, handle = self._inflight.popleft()
+                finished += self.scheduler.update(launched, handle.token_ids())
+            return batch, finished
         except BaseException:
             # How far the step got is unknown, so nothing of it is kept.
-            self.scheduler.reset()
+            self._reset()
             raise
+
+    def _reset(self) -> None:
+        self._inflight.clear()
+        self.scheduler.reset()
 
     def _outputs(self, seqs: list[Sequence]) -> list[RequestOutput]:
         if not seqs:
@@ -230,7 +256,7 @@ class _Progress:
         if self._bar.disable or batch is None:
             return
         now = time.perf_counter()
-        speed = len(batch.input_ids) / (now - self._last)
+        speed = batch.num_tokens / (now - self._last)
         self._last = now
         self._speeds["prefill" if batch.is_prefill else "decode"] = f"{speed:.0f} tok/s"
         self._bar.set_postfix(self._speeds, refresh=False)

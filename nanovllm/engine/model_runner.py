@@ -14,7 +14,9 @@ import torch
 from nanovllm.attention import select_backend
 from nanovllm.config import Config
 from nanovllm.engine import input_batch, kv_cache
-from nanovllm.engine.cuda_graph import DecodeGraphs
+from nanovllm.engine.cuda_graph import DecodeGraphs, PrefillGraphs, StepResult
+from nanovllm.engine.decode_state import DecodeState
+from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
 from nanovllm.engine.sequence import ScheduledBatch
 from nanovllm.layers.attention import Attention
@@ -27,7 +29,30 @@ from nanovllm.utils.loader import load_dummy, load_model
 logger = logging.getLogger(__name__)
 
 
+class StepHandle:
+    """A launched step's sampled tokens, on their way to the host."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        """tokens: int64 [num_sampled]; may be overwritten once this returns."""
+        self._event: torch.cuda.Event | None = None
+        if tokens.is_cuda:
+            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._host.copy_(tokens, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._host = tokens
+
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """int64 [num_sampled], -1 where the logits were not finite; the one wait for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+
 class ModelRunner:
+    keep_logits = False  # tests: make the logits of captured steps available in last_result
+
     def __init__(
         self,
         config: Config,
@@ -69,7 +94,16 @@ class ModelRunner:
         for layer in layers:
             layer.backend = self.backend
         self.sampler = Sampler()
-        self.generator = torch.Generator(self.device).manual_seed(config.seed)
+        self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.state = DecodeState.create(
+            self.num_rows,
+            -(-max_model_len // config.kvcache_block_size),
+            config.kvcache_block_size,
+            self.device,
+        )
+        self.last_result: StepResult | None = None
+        self.decode_graphs: DecodeGraphs | None = None
+        self.prefill_graphs: PrefillGraphs | None = None
         shape = CacheShape(
             num_layers=len(layers),
             block_size=config.kvcache_block_size,
@@ -79,30 +113,50 @@ class ModelRunner:
         )
         self.num_blocks = self._size_pool(shape)
         self.pool = kv_cache.allocate(self.model, shape, self.num_blocks, self.backend, self.device)
-        self.graphs = self._capture_graphs()
+        self._capture_graphs()
 
     @torch.inference_mode()
-    def run(self, batch: ScheduledBatch) -> npt.NDArray[np.int64] | None:
-        """Compute one step; on rank 0 the sampled tokens, int64 [num sampled], elsewhere None.
+    def launch(self, batch: ScheduledBatch) -> StepHandle:
+        """Start one step; its tokens reach the next one on the device, and the host by the handle."""
+        graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
+        result = None if graphs is None else graphs.replay(batch)
+        if result is None:
+            result = self._forward(self._build(batch), batch.all_greedy)
+        self.last_result = result
+        return StepHandle(result.tokens)
 
-        -1 stands for a row whose logits were not finite.
-        """
-        inputs = input_batch.build(batch, self.config.kvcache_block_size, self.device)
+    def _build(self, batch: ScheduledBatch) -> InputBatch:
+        if batch.is_prefill:
+            return input_batch.build_prefill(batch, self.state)
+        rows = input_batch.decode_rows(batch, batch.num_seqs)
+        max_context_len = int(batch.num_cached_tokens.max()) + 1
+        at, new_blocks = input_batch.to_device({"": rows}, self.device)[""].unbind()
+        return input_batch.build_decode(at, new_blocks, self.state, max_context_len)
+
+    def _forward(self, inputs: InputBatch, all_greedy: bool = False) -> StepResult:
         with use_context(inputs.context):
-            if batch.is_prefill or self.graphs is None or batch.num_seqs > self.graphs.sizes[-1]:
-                hidden_states = self.model(inputs.input_ids, inputs.positions)
-            else:
-                hidden_states = self.graphs.replay(inputs)
+            hidden_states = self.model(inputs.input_ids, inputs.positions)
             logits = self.model.compute_logits(hidden_states)
-        if logits is None:
-            return None
-        token_ids = self.sampler(logits, inputs.temperatures, self.generator, inputs.all_greedy)
-        return token_ids.cpu().numpy()
+        if logits is not None:
+            tokens = self.sampler(
+                logits, inputs.temperatures, inputs.seeds, inputs.draw_positions, all_greedy
+            )
+        else:
+            tokens = torch.empty(len(inputs.rows), dtype=torch.int64, device=self.device)
+        distributed.broadcast(tokens)  # each rank advances its own copy of the state
+        self.state.append(inputs.rows, tokens)
+        return StepResult(tokens, logits)
+
+    def _captured_step(self, rows: torch.Tensor, new_blocks: torch.Tensor) -> StepResult:
+        # Lengths are read on the device: the bound only has to hold for every replay.
+        inputs = input_batch.build_decode(rows, new_blocks, self.state, self.max_model_len)
+        return self._forward(inputs)
 
     def close(self) -> None:
         """Give back the device memory and leave the process group."""
-        self.graphs = None
-        del self.model, self.pool
+        self.decode_graphs = self.prefill_graphs = None
+        self.last_result = None
+        del self.model, self.pool, self.state
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -145,23 +199,23 @@ class ModelRunner:
         logits of max_num_seqs rows outgrow the activations.
         """
         config = self.config
-        budget = config.max_num_batched_tokens
-        num_full, rest = divmod(budget, self.max_model_len)
+        num_full, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
         lens = [self.max_model_len] * num_full + [rest] * (rest > 0)
-        self.run(_warm_up_batch(lens, config.kvcache_block_size))
-        self.run(_warm_up_batch([1] * min(config.max_num_seqs, budget), config.kvcache_block_size))
+        self.launch(_warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
+        self.launch(_warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
     @torch.inference_mode()
-    def _capture_graphs(self) -> DecodeGraphs | None:
+    def _capture_graphs(self) -> None:
         config = self.config
         if self.device.type != "cuda" or config.enforce_eager or not self.backend.is_graph_safe:
-            return None
-        return DecodeGraphs(
-            self.model,
-            min(config.max_num_seqs, config.max_num_batched_tokens, self.num_blocks),
-            -(-self.max_model_len // config.kvcache_block_size),
-            self.max_model_len,
-            self.device,
+            return
+        pool = torch.cuda.graph_pool_handle()
+        max_num_seqs = min(self.num_rows, self.num_blocks)
+        self.decode_graphs = DecodeGraphs(
+            self._captured_step, max_num_seqs, pool, self.keep_logits, self.device
+        )
+        self.prefill_graphs = PrefillGraphs(
+            self._forward, self.state, config.max_num_batched_tokens, pool, self.keep_logits
         )
 
 
@@ -202,10 +256,14 @@ def _warm_up_batch(seq_lens: list[int], block_size: int) -> ScheduledBatch:
     return ScheduledBatch(
         is_prefill=True,
         rows=np.arange(n, dtype=np.int32),
-        input_ids=np.zeros(lens.sum(), np.int32),
+        seq_ids=np.arange(n),
         num_cached_tokens=np.zeros(n, np.int32),
         num_scheduled_tokens=lens,
-        block_tables=np.zeros((n, -(-int(lens.max()) // block_size)), np.int32),
         is_sampled=np.ones(n, np.bool_),
+        all_greedy=False,
+        new_blocks=np.empty(0, np.int32),
+        input_ids=np.zeros(lens.sum(), np.int32),
+        block_tables=np.zeros((n, -(-int(lens.max()) // block_size)), np.int32),
         temperatures=np.ones(n, np.float32),
+        seeds=np.zeros(n, np.int64),
     )

@@ -4,6 +4,12 @@ It owns the waiting queue, the running set and the BlockManager. It knows token 
 never tensors. Prefill goes first; when nothing can be admitted, every running sequence decodes
 one token. When a running sequence needs a block and none is free, the most recently admitted one
 is preempted and later recomputed, mostly from the prefix cache.
+
+schedule() may be called again before update() has heard what the last step sampled: lengths, slots
+and ends by length are known without the tokens. An EOS is then seen one step late, and the token
+that the sequence got meanwhile is dropped. Its blocks may be handed out at once, although that
+step may still be writing to them, because all steps run in order on one stream. Only tokens that
+were read back are hashed into the prefix cache.
 """
 
 from collections import deque
@@ -21,6 +27,8 @@ from nanovllm.engine.sequence import (
     SequenceTable,
 )
 from nanovllm.outputs import FinishReason
+
+_MAX_DECODES_BETWEEN_PREFILLS = 16
 
 
 class Scheduler:
@@ -44,7 +52,6 @@ class Scheduler:
         # A sequence of this many tokens fits the pool when it runs alone, so progress is certain.
         self.max_len = min(max_model_len, num_blocks * block_size)
         self.waiting: deque[Sequence] = deque()
-        self.num_preemptions = 0
         self.reset()
 
     def reset(self) -> None:
@@ -54,6 +61,9 @@ class Scheduler:
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)
         self._running: IntArray = np.empty(0, np.int32)  # rows, in order of admission
         self._refused: tuple[Sequence | None, int] = (None, 0)  # see _admit
+        self._num_inflight_steps = 0
+        self._num_decodes_since_prefill = 0
+        self.num_preemptions = 0
 
     @property
     def running(self) -> list[Sequence]:
@@ -85,43 +95,54 @@ class Scheduler:
                 seq.status = SequenceStatus.FINISHED
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step's work, or None when there is none."""
-        return self._schedule_prefill() or self._schedule_decode()
+        """The next step's work; None when there is none, or none before update() was called."""
+        batch = self._schedule_prefill() or self._schedule_decode()
+        if batch is not None:
+            self._num_inflight_steps += 1
+            rows = batch.rows
+            self.table.num_cached_tokens[rows] += batch.num_scheduled_tokens
+            self.table.num_inflight_tokens[rows] += batch.is_sampled
+        return batch
 
     def update(self, batch: ScheduledBatch, token_ids: npt.NDArray[np.integer]) -> list[Sequence]:
         """Store a step's sampled tokens and return the sequences that finished.
 
+        Steps are updated in the order they were scheduled.
         token_ids: int [number of True in batch.is_sampled], -1 where the logits were not finite.
         """
-        self._advance(batch)
-        rows = batch.rows[batch.is_sampled]
+        self._num_inflight_steps -= 1
         table = self.table
+        # Gone since: finished by the step before, or aborted. Their rows may have new owners.
+        is_here = table.seq_ids[batch.rows] == batch.seq_ids
+        token_ids = token_ids[is_here[batch.is_sampled]]
+        self._publish(batch, is_here)
+        rows = batch.rows[batch.is_sampled & is_here]
         lens = table.num_tokens[rows]
-        is_bad = token_ids < 0
         table.token_ids[rows, lens] = token_ids
-        table.num_tokens[rows] = lens + ~is_bad  # a bad token is not part of the completion
+        is_bad = token_ids < 0
+        table.num_tokens[rows] = lens + ~is_bad  # what is not a token is not kept
+        table.num_inflight_tokens[rows] -= 1
         is_eos = np.zeros(len(rows), np.bool_)
         for eos in self.eos_token_ids:
             is_eos |= token_ids == eos
         is_eos &= ~table.ignore_eos[rows]
         is_done = is_eos | is_bad | (lens + 1 >= table.stop_len[rows])
+        if not is_done.any():
+            return []
         finished = []
         for i in is_done.nonzero()[0].tolist():
             reason: FinishReason = "error" if is_bad[i] else "stop" if is_eos[i] else "length"
             finished.append(self._finish(self._sequence(rows[i]), reason))
-        if batch.is_prefill:
-            rows = rows[~is_done]
-            for row in rows:
-                self._sequence(row).status = SequenceStatus.RUNNING
-            self._running = np.concatenate([self._running, rows])
-        elif finished:
-            self._running = self._running[~is_done]
+        self._running = self._running[table.seq_ids[self._running] >= 0]
         return finished
 
     # -- prefill ---------------------------------------------------------------------------------
 
     def _schedule_prefill(self) -> ScheduledBatch | None:
         """Admit from the head of the queue while budget, rows and blocks allow."""
+        if not self._is_prefill_worthwhile():
+            self._num_decodes_since_prefill += 1
+            return None
         budget = self.max_num_batched_tokens
         rows: list[int] = []
         counts: list[int] = []
@@ -138,9 +159,29 @@ class Scheduler:
             if count < num_left:
                 break  # a chunk: the sequence stays at the head, with its blocks, for the rest
             self.waiting.popleft()
+            seq.status = SequenceStatus.RUNNING
         if not rows:
             return None
-        return self._build_batch(True, np.array(rows, np.int32), np.array(counts, np.int32))
+        self._num_decodes_since_prefill = 0
+        batch = self._build_prefill(np.array(rows, np.int32), np.array(counts, np.int32))
+        self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
+        return batch
+
+    def _is_prefill_worthwhile(self) -> bool:
+        """False while decoding on is better than admitting the few that would find a row.
+
+        A prefill of a few short prompts takes about as long as one of many, and every running
+        sequence waits for it. So rows are left to gather, up to an eighth of them, or for
+        _MAX_DECODES_BETWEEN_PREFILLS steps.
+        """
+        if not len(self._running) or (self.waiting and self.waiting[0].row is not None):
+            return True
+        num_free = len(self.table.free_rows)
+        return (
+            num_free * 8 >= self.max_num_running
+            or num_free >= len(self.waiting)
+            or self._num_decodes_since_prefill >= _MAX_DECODES_BETWEEN_PREFILLS
+        )
 
     def _admit(self, seq: Sequence, num_holders: int) -> bool:
         """Give a waiting sequence a row and blocks; False when there is no room now.
@@ -165,21 +206,26 @@ class Scheduler:
     # -- decode ----------------------------------------------------------------------------------
 
     def _schedule_decode(self) -> ScheduledBatch | None:
-        """One token for each running sequence, after making room for it."""
-        table, rows = self.table, self._running
-        if not len(rows):
-            return None
-        num_held = len(rows)
-        needs_block = table.num_blocks[rows] * self.block_size < table.num_tokens[rows]
+        """One token for each running sequence that goes on, after making room for it."""
+        table = self.table
+        lens = table.num_tokens[self._running] + table.num_inflight_tokens[self._running]
+        # With an unread token a sequence may have reached its end already.
+        goes_on = lens < table.stop_len[self._running]
+        rows = self._running[goes_on]
+        needs_block = table.num_blocks[rows] * self.block_size < lens[goes_on]
         for i in needs_block.nonzero()[0].tolist():
-            while i < num_held and not self.block_manager.append_block(rows[i]):
-                num_held -= 1
-                self._preempt(self._sequence(rows[num_held]))
-        assert num_held > 0, "the last running sequence was preempted"
-        self._running = rows[:num_held]
-        return self._build_batch(False, self._running, np.ones(num_held, np.int32))
+            while table.seq_ids[rows[i]] >= 0 and not self.block_manager.append_block(rows[i]):
+                # Which tokens a preempted sequence has must be known, and a step that is read
+                # back may finish another and make this unnecessary.
+                if self._num_inflight_steps:
+                    return None
+                self._preempt(self._sequence(self._running[-1]))
+        rows = rows[table.seq_ids[rows] >= 0]
+        return self._build_decode(rows) if len(rows) else None
 
     def _preempt(self, seq: Sequence) -> None:
+        assert len(self._running) > 1, "the last running sequence was preempted"
+        self._running = self._running[:-1]
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
@@ -187,37 +233,55 @@ class Scheduler:
 
     # -- shared ----------------------------------------------------------------------------------
 
-    def _build_batch(self, is_prefill: bool, rows: IntArray, counts: IntArray) -> ScheduledBatch:
+    def _build_prefill(self, rows: IntArray, counts: IntArray) -> ScheduledBatch:
         table = self.table
         starts = table.num_cached_tokens[rows]
-        if is_prefill:
-            input_ids = np.concatenate(
+        is_sampled = starts + counts == table.num_tokens[rows]
+        return ScheduledBatch(
+            is_prefill=True,
+            rows=rows,
+            seq_ids=table.seq_ids[rows],
+            num_cached_tokens=starts,
+            num_scheduled_tokens=counts,
+            is_sampled=is_sampled,
+            all_greedy=not table.temperatures[rows[is_sampled]].any(),
+            new_blocks=np.empty(0, np.int32),
+            input_ids=np.concatenate(
                 [
                     table.token_ids[r, s : s + n]
                     for r, s, n in zip(rows, starts, counts, strict=True)
                 ]
-            )
-        else:
-            input_ids = table.token_ids[rows, starts]
-        is_sampled = starts + counts == table.num_tokens[rows]
-        return ScheduledBatch(
-            is_prefill=is_prefill,
-            rows=rows,
-            input_ids=input_ids,
-            num_cached_tokens=starts,
-            num_scheduled_tokens=counts,
+            ),
             block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
-            is_sampled=is_sampled,
-            temperatures=table.temperatures[rows[is_sampled]],
+            temperatures=table.temperatures[rows],
+            seeds=table.seeds[rows],
         )
 
-    def _advance(self, batch: ScheduledBatch) -> None:
-        """Count the step's tokens as cached and publish the blocks they filled."""
+    def _build_decode(self, rows: IntArray) -> ScheduledBatch:
+        table = self.table
+        new_blocks = table.new_blocks[rows]
+        table.new_blocks[rows] = -1
+        return ScheduledBatch(
+            is_prefill=False,
+            rows=rows,
+            seq_ids=table.seq_ids[rows],
+            num_cached_tokens=table.num_cached_tokens[rows],
+            num_scheduled_tokens=np.ones(len(rows), np.int32),
+            is_sampled=np.ones(len(rows), np.bool_),
+            all_greedy=not table.temperatures[rows].any(),
+            new_blocks=new_blocks,
+            input_ids=np.empty(0, np.int32),
+            block_tables=np.empty((0, 0), np.int32),
+            temperatures=np.empty(0, np.float32),
+            seeds=np.empty(0, np.int64),
+        )
+
+    def _publish(self, batch: ScheduledBatch, is_here: npt.NDArray[np.bool_]) -> None:
+        """Publish the blocks that the step filled."""
         old = batch.num_cached_tokens
-        new = old + batch.num_scheduled_tokens
-        self.table.num_cached_tokens[batch.rows] = new
-        first, last = old // self.block_size, new // self.block_size
-        for i in (first != last).nonzero()[0].tolist():
+        first = old // self.block_size
+        last = (old + batch.num_scheduled_tokens) // self.block_size
+        for i in ((first != last) & is_here).nonzero()[0].tolist():
             self.block_manager.publish(self._sequence(batch.rows[i]), int(first[i]), int(last[i]))
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Sequence:

@@ -9,6 +9,9 @@ running sequence and no step loops over tokens in Python.
     token_ids[row]     | 7 3 9 1 | 4 4 8 2 | 5 6 . . | . . .     num_tokens = 10
     block_tables[row]  |    5    |    0    |    9    |           num_blocks = 3
     K/V stored         | x x x x | x x x x | x       |           num_cached_tokens = 9
+
+With overlap, a step is launched before the tokens of the one before are known. Such a token has a
+position and a slot already: it counts in num_inflight_tokens until it is read back.
 """
 
 import enum
@@ -45,6 +48,12 @@ class SequenceTable:
         self.stop_len: IntArray = np.zeros(num_rows, np.int32)  # num_tokens that ends the request
         self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self.temperatures: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
+        self.seeds: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.seq_ids: npt.NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: free row
+        # Tokens sampled by steps that were launched and not read back yet.
+        self.num_inflight_tokens: IntArray = np.zeros(num_rows, np.int32)
+        # A block appended since the row's last decode step, which the device has yet to hear of.
+        self.new_blocks: IntArray = np.full(num_rows, -1, np.int32)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -61,6 +70,7 @@ class Sequence:
         "num_prompt_tokens",
         "row",
         "sampling_params",
+        "seed",
         "seq_id",
         "status",
         "stop_len",
@@ -69,13 +79,19 @@ class Sequence:
     )
 
     def __init__(
-        self, token_ids: npt.ArrayLike, sampling_params: SamplingParams, max_len: int
+        self,
+        token_ids: npt.ArrayLike,
+        sampling_params: SamplingParams,
+        max_len: int,
+        seed: int = 0,
     ) -> None:
         """token_ids: the prompt, at least one id and fewer than max_len; copied.
 
         max_len: tokens (prompt + output) at which the request ends with reason "length".
+        seed: of this request's random numbers, int64; with a position it names one draw.
         """
         self.seq_id = next(_seq_ids)
+        self.seed = seed
         self.sampling_params = sampling_params
         self._token_ids: IntArray = np.array(token_ids, np.int32)
         self.num_prompt_tokens = len(self._token_ids)
@@ -135,6 +151,10 @@ class Sequence:
         table.stop_len[row] = self.stop_len
         table.ignore_eos[row] = self.sampling_params.ignore_eos
         table.temperatures[row] = self.sampling_params.temperature
+        table.seeds[row] = self.seed
+        table.seq_ids[row] = self.seq_id
+        table.num_inflight_tokens[row] = 0
+        table.new_blocks[row] = -1
         table.sequences[row] = self
         self._table, self.row = table, row
 
@@ -144,23 +164,38 @@ class Sequence:
         assert self._table.num_blocks[self.row] == 0, "a row was left with blocks in its table"
         self._token_ids = self.token_ids.copy()
         self._table.sequences[self.row] = None
+        self._table.seq_ids[self.row] = -1
         self._table.free_rows.append(self.row)
         self._table, self.row = None, None
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step's work. Arrays have one entry per scheduled sequence, in batch order."""
+    """One step's work. Arrays have one entry per scheduled sequence, in batch order.
+
+    A prefill carries all that the device needs to know of its rows. A decode carries only what
+    changed: the device keeps each row's newest token, length and block table (decode_state.py).
+    """
 
     is_prefill: bool
-    rows: IntArray  # rows of the SequenceTable; meaningless outside the scheduler
-    input_ids: IntArray  # [num_tokens] the tokens to compute, packed without padding
-    num_cached_tokens: IntArray  # tokens before them whose K/V is in the cache
-    num_scheduled_tokens: IntArray  # how many of input_ids are this sequence's
-    block_tables: IntArray  # [num_seqs, widest table]; entries past a sequence's own are stale
+    rows: IntArray  # rows of the SequenceTable, and of the device's DecodeState
+    seq_ids: npt.NDArray[np.int64]  # who owned the rows when the step was scheduled
+    num_cached_tokens: IntArray  # tokens before the scheduled ones, their K/V is in the cache
+    num_scheduled_tokens: IntArray  # how many of input_ids are this sequence's; decode: 1
     is_sampled: npt.NDArray[np.bool_]  # False for a chunk that does not reach the prompt's end
-    temperatures: npt.NDArray[np.float32]  # of the sampled sequences only
+    all_greedy: bool  # every sampled sequence has temperature 0
+    # Decode: the block appended for this step, -1 where the last one still has room.
+    new_blocks: IntArray
+    # Prefill, otherwise empty:
+    input_ids: IntArray  # [num_tokens] the tokens to compute, packed without padding
+    block_tables: IntArray  # [num_seqs, widest table]; entries past a sequence's own are stale
+    temperatures: npt.NDArray[np.float32]
+    seeds: npt.NDArray[np.int64]
 
     @property
     def num_seqs(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.input_ids) if self.is_prefill else len(self.rows)

@@ -34,6 +34,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import ScheduledBatch
 
 _CLOSE_TIMEOUT_S = 10.0
+_SCALARS = ("is_prefill", "all_greedy")  # fields of ScheduledBatch that are not arrays
 
 
 class WorkerGroup:
@@ -72,13 +73,13 @@ class WorkerGroup:
             connection.send_bytes(encode("start", scalars, {}))
 
     def send_batch(self, batch: ScheduledBatch) -> None:
-        """Make every worker run this batch; rank 0 runs it itself meanwhile."""
+        """Make every worker launch this batch; rank 0 launches it itself meanwhile."""
         arrays = {
             name: getattr(batch, name)
             for name in ScheduledBatch.__dataclass_fields__
-            if name != "is_prefill"
+            if name not in _SCALARS
         }
-        frame = encode("run", {"is_prefill": batch.is_prefill}, arrays)
+        frame = encode("launch", {name: getattr(batch, name) for name in _SCALARS}, arrays)
         for connection in self._connections:
             connection.send_bytes(frame)
 
@@ -173,7 +174,8 @@ def main(fd: int) -> None:
                 )
             else:
                 assert runner is not None, f"call {call!r} before start"
-                runner.run(ScheduledBatch(is_prefill=scalars["is_prefill"], **arrays))
+                fields: dict[str, Any] = {**scalars, **arrays}
+                runner.launch(ScheduledBatch(**fields))
             reply = encode("done", {}, {})
         except Exception:
             reply = encode("error", {"traceback": traceback.format_exc()}, {})

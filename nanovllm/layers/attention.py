@@ -1,4 +1,4 @@
-"""The attention layer: stores the step's keys and values, then lets a backend attend.
+"""The attention layer: norms and rotates q and k, stores the step's K/V, lets a backend attend.
 
 Owns its layer's share of the cache once bound. Knows neither how the cache was sized nor how
 attention is computed.
@@ -9,19 +9,19 @@ from torch import nn
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.torch_sdpa import TorchSDPABackend
-from nanovllm.kernels.store_kvcache import store_kvcache
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.context import get_context
 
 
 class Attention(nn.Module):
     """Causal attention over this rank's heads, with a paged K/V cache."""
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, hidden_size: int) -> None:
+        """num_heads, num_kv_heads: of this rank. hidden_size: of what the projection read."""
         super().__init__()
-        # Heads of this rank.
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+        self.hidden_size = hidden_size
         self.backend: AttentionBackend = TorchSDPABackend()
         self.k_cache: torch.Tensor | None = None
         self.v_cache: torch.Tensor | None = None
@@ -39,18 +39,46 @@ class Attention(nn.Module):
         """
         self.k_cache, self.v_cache, self.backend = k_cache, v_cache, backend
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        qkv: torch.Tensor,
+        sum_squares: torch.Tensor | None,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        q_norm: RMSNorm,
+        k_norm: RMSNorm,
+    ) -> torch.Tensor:
         """Attend from the step's tokens to all they may see.
 
-        q: float [num_tokens, num_heads, head_dim]
-        k, v: float [num_tokens, num_kv_heads, head_dim]
-        returns: float [num_tokens, num_heads, head_dim]
+        qkv: float [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] packed; overwritten
+        sum_squares: what is left to apply to qkv, see `norm_linear`
+        positions: int [num_tokens]; cos_sin: the rotation table, see `qk_norm_rope`
+        returns: float [num_tokens, num_heads * head_dim]
         """
         ctx = get_context()
-        k_cache, v_cache = self.k_cache, self.v_cache
-        if k_cache is not None and v_cache is not None:
-            store_kvcache(k, v, k_cache, v_cache, ctx.slot_mapping)
+        k_cache, v_cache, backend = self.k_cache, self.v_cache, self.backend
+        norms = q_norm.weight, k_norm.weight
+        if not ctx.is_prefill:
+            assert k_cache is not None and v_cache is not None, "decode before bind()"
+            if sum_squares is None and len(qkv) <= backend.fused_max_batch:
+                return backend.fused_decode(
+                    qkv, *norms, cos_sin, q_norm.eps, k_cache, v_cache, ctx
+                ).flatten(1)
+        q, k, v = qk_norm_rope(
+            qkv,
+            *norms,
+            positions,
+            cos_sin,
+            self.num_kv_heads,
+            self.head_dim,
+            q_norm.eps,
+            k_cache,
+            v_cache,
+            None if k_cache is None else ctx.slot_mapping,
+            sum_squares=sum_squares,
+            hidden_size=self.hidden_size,
+        )
         if ctx.is_prefill:
-            return self.backend.prefill(q, k, v, k_cache, v_cache, ctx)
+            return backend.prefill(q, k, v, k_cache, v_cache, ctx).flatten(1)
         assert k_cache is not None and v_cache is not None, "decode before bind()"
-        return self.backend.decode(q, k_cache, v_cache, ctx)
+        return backend.decode(q, k_cache, v_cache, ctx).flatten(1)

@@ -2,19 +2,38 @@
 
 Owns each rank's shard and the rule by which it is cut from the checkpoint's tensor. Knows nothing
 about checkpoints' names and files: the loader asks a parameter for its `checkpoint_shapes` and
-hands tensors of these shapes to its `weight_loader`.
+hands tensors of these shapes to its `weight_loader`. What is fused with a product (the norm before
+it, the activation or the residual after it) is up to kernels/linear.py.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels.linear import (
+    LinearWorkspace,
+    NormInput,
+    linear_workspace,
+    norm_linear,
+    norm_linear_silu_mul,
+    normalize,
+    residual_linear,
+)
+from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.utils import distributed
 
 # Which part of a parameter a checkpoint tensor fills; None for a parameter of one part.
 ShardId = str | int | None
+
+
+@functools.cache
+def _workspace(device: torch.device) -> LinearWorkspace:
+    """Scratch of the linear layers: a device runs one step at a time, so they share it."""
+    return linear_workspace(device)
 
 
 def make_parameter(
@@ -76,9 +95,15 @@ class ColumnParallelLinear(nn.Module):
         shard = loaded.narrow(0, distributed.tp_rank() * size, size)
         param.data.narrow(0, start, size).copy_(shard)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: float [num_tokens, input_size]; returns float [num_tokens, local rows]."""
-        return F.linear(hidden_states, self.weight, self.bias)
+    def forward(self, x: NormInput) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Norm and project.
+
+        x: rows [num_tokens, input_size]
+        returns: float [num_tokens, local rows], and what is left to apply, see `norm_linear`
+        """
+        if self.bias is None:
+            return norm_linear(x, self.weight, _workspace(x.hidden.device))
+        return F.linear(normalize(x), self.weight, self.bias), None
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -86,6 +111,16 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False) -> None:
         super().__init__(input_size, dict(enumerate(output_sizes)), bias)
+
+    def silu_mul(self, x: NormInput) -> torch.Tensor:
+        """Norm, project to gate and up, SiLU(gate) * up.
+
+        x: rows [num_tokens, input_size]
+        returns: float [num_tokens, local rows / 2]
+        """
+        if self.bias is None:
+            return norm_linear_silu_mul(x, self.weight, _workspace(x.hidden.device))
+        return silu_and_mul(F.linear(normalize(x), self.weight, self.bias))
 
 
 class QKVParallelLinear(ColumnParallelLinear):
@@ -123,8 +158,27 @@ class RowParallelLinear(nn.Module):
             loaded = loaded.narrow(1, start, self.local_input_size)
         param.data.copy_(loaded)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: float [num_tokens, local columns]; returns [num_tokens, output_size]."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> NormInput:
+        """Project, sum over the ranks, add to the stream.
+
+        hidden_states: float [num_tokens, local columns]
+        residual: float [num_tokens, output_size] the stream, left as it is
+        norm_weight: float [output_size] and eps, of the norm that reads the new stream
+        returns: the new stream with that norm
+        """
+        if distributed.tp_size() == 1 and self.bias is None:
+            workspace = _workspace(residual.device)
+            return residual_linear(
+                hidden_states, self.weight, residual, norm_weight, eps, workspace
+            )
         # One rank adds the bias, or the sum would hold it tp_size times.
         bias = self.bias if distributed.tp_rank() == 0 else None
-        return distributed.all_reduce(F.linear(hidden_states, self.weight, bias))
+        out = distributed.all_reduce(F.linear(hidden_states, self.weight, bias))
+        normed, stream = add_rms_norm(out, residual, norm_weight, eps)
+        return NormInput(stream, norm_weight, eps, normed=normed)

@@ -52,8 +52,8 @@ def rope_theta(hf_config: Any) -> float:
 class RotaryEmbedding(nn.Module):
     """Rotation of pairs (x[i], x[i + head_dim / 2]) by position * theta ** (-2 i / head_dim)."""
 
-    # float32 [max_position, 2, head_dim]: cos | cos, then -sin | sin.
-    table: torch.Tensor
+    # float32 [max_position, head_dim]: head_dim / 2 cosines, then as many sines.
+    cos_sin: torch.Tensor
 
     def __init__(self, head_dim: int, max_position: int, theta: float) -> None:
         super().__init__()
@@ -61,26 +61,5 @@ class RotaryEmbedding(nn.Module):
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
         positions = torch.arange(max_position, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, 1.0 / theta**exponents)
-        cos, sin = angles.cos(), angles.sin()
-        table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        self.register_buffer("table", table.to(torch.get_default_device()), persistent=False)
-
-    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Look up the rotations of a step, once for all layers.
-
-        positions: int64 [num_tokens]
-        returns: cos and signed sin, float32 [num_tokens, 1, head_dim] each
-        """
-        cos, sin = self.table.index_select(0, positions).unsqueeze(2).unbind(1)
-        return cos, sin
-
-
-def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate every head of every token, in fp32.
-
-    x: float [num_tokens, num_heads, head_dim]
-    cos, sin: float32 [num_tokens, 1, head_dim] from `RotaryEmbedding`; sin holds the minus sign of
-        the first half, so that swapping the halves is all that is left of "rotate half"
-    returns: as x
-    """
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, -1), sin).to(x.dtype)
+        table = torch.cat((angles.cos(), angles.sin()), -1)
+        self.register_buffer("cos_sin", table.to(torch.get_default_device()), persistent=False)

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.layers.activation import SiluAndMul
+from nanovllm.kernels.linear import NormInput, normalize
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from nanovllm.layers.layernorm import QKNorm, RMSNorm
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from nanovllm.layers.rotary_embedding import RotaryEmbedding, apply_rotary, rope_theta
+from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
 
 
 def head_dim_of(hf_config: Any) -> int:
@@ -34,22 +34,19 @@ class Qwen3Attention(nn.Module):
             hidden_size, head_dim, num_heads, hf_config.num_key_value_heads, bias
         )
         self.o_proj = RowParallelLinear(num_heads * head_dim, hidden_size, bias)
-        # From here on the heads of this rank; the projection packs q | k | v.
-        self.num_heads = num_heads = self.qkv_proj.num_heads
-        self.num_kv_heads = num_kv_heads = self.qkv_proj.num_kv_heads
-        self.qk_norm = QKNorm(num_heads, num_kv_heads, head_dim, hf_config.rms_norm_eps)
-        self.packed_shape = (-1, num_heads + 2 * num_kv_heads, head_dim)
-        self.attn = Attention(num_heads, num_kv_heads, head_dim)
+        self.q_norm = RMSNorm(head_dim, hf_config.rms_norm_eps)
+        self.k_norm = RMSNorm(head_dim, hf_config.rms_norm_eps)
+        self.attn = Attention(
+            self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads, head_dim, hidden_size
+        )
 
     def forward(
-        self, hidden_states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        """hidden_states: float [num_tokens, hidden_size]; cos, sin: see `RotaryEmbedding`."""
-        qkv = self.qkv_proj(hidden_states).view(self.packed_shape)
-        qk, v = qkv[:, : -self.num_kv_heads], qkv[:, -self.num_kv_heads :]
-        qk = apply_rotary(self.qk_norm(qk), cos, sin)
-        q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
-        return self.o_proj(self.attn(q, k, v).flatten(1))
+        self, x: NormInput, positions: torch.Tensor, cos_sin: torch.Tensor, next_norm: RMSNorm
+    ) -> NormInput:
+        """x: rows [num_tokens, hidden_size]; returns the stream for next_norm's reader."""
+        qkv, sum_squares = self.qkv_proj(x)
+        out = self.attn(qkv, sum_squares, positions, cos_sin, self.q_norm, self.k_norm)
+        return self.o_proj(out, x.hidden, next_norm.weight, next_norm.eps)
 
 
 class Qwen3MLP(nn.Module):
@@ -60,15 +57,16 @@ class Qwen3MLP(nn.Module):
         hidden_size, size = hf_config.hidden_size, hf_config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size])
         self.down_proj = RowParallelLinear(size, hidden_size)
-        self.act_fn = SiluAndMul()
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states: float [num_tokens, hidden_size]; returns the same shape."""
-        return self.down_proj(self.act_fn(self.gate_up_proj(hidden_states)))
+    def forward(self, x: NormInput, next_norm: RMSNorm) -> NormInput:
+        """x: rows [num_tokens, hidden_size]; returns the stream for next_norm's reader."""
+        out = self.gate_up_proj.silu_mul(x)
+        return self.down_proj(out, x.hidden, next_norm.weight, next_norm.eps)
 
 
 class Qwen3DecoderLayer(nn.Module):
-    """Attention and MLP; the residual travels beside so that its addition fuses with a norm."""
+    """Attention and MLP. Each leaves the residual stream with the norm of whoever reads it next,
+    so that adding to the stream and norming it need no pass of their own."""
 
     def __init__(self, hf_config: Any) -> None:
         super().__init__()
@@ -78,17 +76,11 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden_states, residual: float [num_tokens, hidden_size]; returns the next two."""
-        hidden_states, residual = self.input_layernorm.add_forward(hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states, cos, sin)
-        hidden_states, residual = self.post_attention_layernorm.add_forward(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        self, x: NormInput, positions: torch.Tensor, cos_sin: torch.Tensor, next_norm: RMSNorm
+    ) -> NormInput:
+        """x: the stream for input_layernorm's reader; returns it for next_norm's."""
+        x = self.self_attn(x, positions, cos_sin, self.post_attention_layernorm)
+        return self.mlp(x, next_norm)
 
 
 class Qwen3Model(nn.Module):
@@ -100,19 +92,18 @@ class Qwen3Model(nn.Module):
         self.rotary_emb = RotaryEmbedding(
             head_dim_of(hf_config), hf_config.max_position_embeddings, rope_theta(hf_config)
         )
-        self.layers = nn.ModuleList(
+        self.layers: Any = nn.ModuleList(
             Qwen3DecoderLayer(hf_config) for _ in range(hf_config.num_hidden_layers)
         )
         self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions: int64 [num_tokens]; returns float [num_tokens, hidden_size]."""
-        hidden_states = self.embed_tokens(input_ids)
-        cos, sin = self.rotary_emb(positions)
-        residual = torch.zeros_like(hidden_states)
-        for layer in self.layers:
-            hidden_states, residual = layer(hidden_states, residual, cos, sin)
-        return self.norm.add_forward(hidden_states, residual)[0]
+        """input_ids, positions: int [num_tokens]; returns float [num_tokens, hidden_size]."""
+        norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
+        x = norms[0](self.embed_tokens(input_ids))
+        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
+            x = layer(x, positions, self.rotary_emb.cos_sin, next_norm)
+        return normalize(x)
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -123,8 +114,6 @@ class Qwen3ForCausalLM(nn.Module):
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),
         "v_proj": ("qkv_proj", "v"),
-        "q_norm": ("qk_norm", "q"),
-        "k_norm": ("qk_norm", "k"),
         "gate_proj": ("gate_up_proj", 0),
         "up_proj": ("gate_up_proj", 1),
     }

@@ -43,7 +43,7 @@ class Context:
     # Decode: the largest context length, kept on the host.
     max_context_len: int = 0
 
-    # int64 [num_logits]: rows of the packed batch that need logits; None: all of them.
+    # int32 [num_logits]: rows of the packed batch that need logits; None: all of them.
     logits_indices: torch.Tensor | None = None
 
 

@@ -1,0 +1,521 @@
+"""Decode attention over the paged KV cache: one query token a sequence, split KV, one launch.
+
+    grid (kv head, split, sequence); context of 10 keys, 3 splits, tiles of 2 keys:
+
+        keys     0 1 2 3 | 4 5 6 7 | 8 9        chunk = 4: even shares in whole tiles
+        program  split 0 | split 1 | split 2    each leaves (max, sum, weighted values);
+                                                the last to arrive merges all, in split order
+
+The number of splits comes from batch, heads and SMs, never from the lengths, which are read on the
+device: one launch shape serves a graph bucket. Rows of context length 0 are padding and give 0.
+`fused_decode_attention` also does what `qk_norm_rope` does, which pays up to `FUSED_MAX_BATCH`.
+Context lengths, block tables and older KV are read ahead of the PDL wait (see `launch`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.kernels.launch import (
+    cdiv,
+    gdc_launch_dependents,
+    gdc_wait,
+    gpu,
+    next_power_of_2,
+    tl,
+    triton,
+    use_triton,
+)
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope_ref
+
+FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs more than a launch
+LOG2_E = 1.4426950408889634
+
+# batch up to: (keys a tile for 2-byte heads of 128, warps, stages)
+_CONFIGS = {16: (64, 4, 2), 64: (64, 4, 3), 1 << 30: (128, 4, 3)}
+_MAX_SPLITS = 64
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Scratch of one decode stream, shared by all layers."""
+
+    partial: torch.Tensor  # fp32: weighted values of each (sequence, kv head, split, query head)
+    stats: torch.Tensor  # fp32: running maximum and sum of the same
+    counters: torch.Tensor  # int32 [max_batch * num_kv_heads] splits arrived; 0 between calls
+
+
+def decode_splits(batch: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
+    """Programs a (sequence, kv head): about four an SM at small batch; where the batch alone fills
+    the GPU, enough that one long context among short ones does not end the launch alone."""
+    fill = max(4 * num_sms // (batch * num_kv_heads), 1)
+    long = cdiv(max_context, 8192)
+    splits = max(1 << (fill.bit_length() - 1), next_power_of_2(long))
+    return min(splits, _MAX_SPLITS, next_power_of_2(cdiv(max_context, 16)))
+
+
+def decode_workspace(
+    max_batch: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context: int,
+    device: torch.device,
+) -> DecodeWorkspace:
+    """Scratch for every batch up to max_batch and every context up to max_context."""
+    sms = gpu(device).num_sms
+    splits = [decode_splits(b, num_kv_heads, max_context, sms) for b in range(1, max_batch + 1)]
+    rows = max(b * s if s > 1 else 0 for b, s in enumerate(splits, 1)) * num_heads
+    return DecodeWorkspace(
+        partial=torch.empty(rows * next_power_of_2(head_dim), dtype=torch.float32, device=device),
+        stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
+        counters=torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
+    )
+
+
+def paged_decode_attention_ref(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    for row, length in enumerate(context_lens.tolist()):
+        if length == 0:
+            continue
+        blocks = block_tables[row, : cdiv(length, block_size)].long()
+        k = k_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [Hkv, length, D]
+        v = v_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)
+        grouped = q[row].unflatten(0, (num_kv_heads, -1))  # [Hkv, group, D]
+        scores = grouped @ k.transpose(1, 2) * scale
+        weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
+        out[row] = (weights @ v).flatten(0, 1)
+    return out
+
+
+def fused_decode_attention_ref(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    eps: float,
+) -> torch.Tensor:
+    """Writes the newest token's k and v into the caches, and nothing else."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    positions = (context_lens - 1).clamp(min=0).long()
+    blocks = block_tables.gather(1, (positions // block_size)[:, None])[:, 0]
+    slots = blocks.long() * block_size + positions % block_size
+    slots = torch.where(context_lens > 0, slots, -1)
+    q, _, _ = qk_norm_rope_ref(
+        qkv.clone(), q_norm, k_norm, positions, cos_sin, num_kv_heads, head_dim, eps,
+        k_cache, v_cache, slots,
+    )  # fmt: skip
+    return paged_decode_attention_ref(q, k_cache, v_cache, block_tables, context_lens, scale)
+
+
+@triton.jit
+def _kv_offsets(
+    table_ptr,
+    start,
+    end,
+    block_stride,
+    slot_stride,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Cache offsets of keys start .. start + BLOCK_N - 1. start is a multiple of BLOCK_N, so a tile
+    lies in one block if BLOCK_N divides the block size; else each key looks its block up."""
+    key = start + tl.arange(0, BLOCK_N)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0).to(tl.int64)
+    else:
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+    return block * block_stride + (key % BLOCK_SIZE) * slot_stride, key < end
+
+
+@triton.jit
+def _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2):
+    """Fold one tile of keys into the running maximum, sum and weighted values."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    scores = tl.where(valid[None, :], scores, -float("inf"))
+    new_max = tl.maximum(tl.maximum(row_max, tl.max(scores, 1)), -1e30)
+    rescale = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def _merge_row(
+    partial_ptr,
+    stats_ptr,
+    row,
+    num_splits,
+    GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Combine the partial results of one query head; split s left its own in row + s * GROUP.
+    All partials of a step are in flight at once; the statistics first would be a round trip more."""
+    total_max = -float("inf")
+    total_sum = 0.0
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for first in tl.static_range(0, SPLITS, STEP):
+        split = first + tl.arange(0, STEP)
+        live = split < num_splits
+        rows = row + split * GROUP
+        part_max = tl.load(stats_ptr + rows * 2, live, -float("inf"), cache_modifier=".cg")
+        part_sum = tl.load(stats_ptr + rows * 2 + 1, live, 0.0, cache_modifier=".cg")
+        part = tl.load(
+            partial_ptr + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :],
+            mask=live[:, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_max = tl.maximum(total_max, tl.max(part_max, 0))
+        weight = tl.exp2(part_max - new_max)
+        rescale = tl.exp2(total_max - new_max)
+        total_sum = total_sum * rescale + tl.sum(part_sum * weight, 0)
+        acc = acc * rescale + tl.sum(part * weight[:, None], 0)
+        total_max = new_max
+    return acc / total_sum
+
+
+@triton.jit
+def _paged_attention_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    context_lens_ptr,
+    out_ptr,
+    partial_ptr,
+    stats_ptr,
+    counters_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_sin_ptr,
+    scale_log2,
+    eps,
+    q_stride,
+    out_stride,
+    table_stride,
+    block_stride,
+    slot_stride,
+    head_stride,
+    HEAD_DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MIN_CHUNK: tl.constexpr,
+    MERGE_STEP: tl.constexpr,
+    FUSED: tl.constexpr,
+    NORM: tl.constexpr,
+    PDL: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    seq = tl.program_id(2)
+    num_kv_heads = tl.num_programs(0)
+    context_len = tl.load(context_lens_ptr + seq)
+    num_keys = context_len  # to be read from the cache
+    if FUSED:
+        num_keys = tl.maximum(context_len - 1, 0)
+    chunk = tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_N) * BLOCK_N
+    chunk = tl.maximum(chunk, MIN_CHUNK)
+    num_splits = tl.maximum(tl.cdiv(num_keys, chunk), 1)
+    if PDL:
+        gdc_launch_dependents()
+    if split >= num_splits:
+        return
+    start = split * chunk
+    end = tl.minimum(start + chunk, num_keys)
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    dim = tl.arange(0, BLOCK_D)
+    in_dim = dim < HEAD_DIM
+    head_offset = head * head_stride + dim
+    if FUSED:  # the first tile is older than this step: load it while the qkv linear still runs
+        offset, first_valid = _kv_offsets(
+            table_ptr, start, end, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N
+        )
+        offset = offset[:, None] + head_offset[None, :]
+        in_tile = first_valid[:, None] & in_dim[None, :]
+        first_k = tl.load(k_cache_ptr + offset, mask=in_tile, other=0.0)
+        first_v = tl.load(v_cache_ptr + offset, mask=in_tile, other=0.0)
+    if PDL:
+        gdc_wait()
+    row = tl.arange(0, BLOCK_M)
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dtype = k_cache_ptr.dtype.element_ty
+    seq_ptr = q_ptr + seq.to(tl.int64) * q_stride
+    if FUSED:
+        # Rows below GROUP are query heads, row GROUP is the new key: one norm, one rotation.
+        HALF: tl.constexpr = HEAD_DIM // 2
+        qk_head = tl.where(row < GROUP, head * GROUP + row, num_kv_heads * GROUP + head)
+        partner = tl.where(dim < HALF, dim + HALF, dim - HALF)  # rotate-half exchanges the halves
+        in_row = (row <= GROUP)[:, None] & in_dim[None, :]
+        x_ptr = seq_ptr + qk_head[:, None] * HEAD_DIM
+        x = tl.load(x_ptr + dim[None, :], mask=in_row, other=0.0).to(tl.float32)
+        x_partner = tl.load(x_ptr + partner[None, :], mask=in_row, other=0.0).to(tl.float32)
+        is_key = (row == GROUP)[:, None]
+        if NORM:
+            weight = tl.where(
+                is_key,
+                tl.load(k_norm_ptr + dim, mask=in_dim, other=0.0)[None, :],
+                tl.load(q_norm_ptr + dim, mask=in_dim, other=0.0)[None, :],
+            ).to(tl.float32)
+            weight_partner = tl.where(
+                is_key,
+                tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0)[None, :],
+                tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :],
+            ).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
+            x = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+            x_partner = (x_partner * rstd).to(dtype).to(tl.float32) * weight_partner
+            x_partner = x_partner.to(dtype).to(tl.float32)
+        position = tl.maximum(context_len - 1, 0)
+        angle_ptr = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + dim % HALF
+        cos = tl.load(angle_ptr, mask=in_dim, other=0.0)
+        sin = tl.load(angle_ptr + HALF, mask=in_dim, other=0.0)
+        sin = tl.where(dim < HALF, -sin, sin)
+        q = (x * cos[None, :] + x_partner * sin[None, :]).to(dtype)
+        if (split == num_splits - 1) & (context_len > 0):
+            new_k = tl.sum(tl.where(is_key, q.to(tl.float32), 0.0), 0)
+            v_ptr = seq_ptr + (num_kv_heads * (GROUP + 1) + head) * HEAD_DIM + dim
+            new_v = tl.load(v_ptr, mask=in_dim, other=0.0)
+            block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+            slot = block * block_stride + (position % BLOCK_SIZE) * slot_stride
+            tl.store(k_cache_ptr + slot + head_offset, new_k.to(dtype), mask=in_dim)
+            tl.store(v_cache_ptr + slot + head_offset, new_v, mask=in_dim)
+            row_max = tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale_log2
+            row_sum += 1.0
+            acc += new_v.to(tl.float32)[None, :]
+        row_max, row_sum, acc = _softmax_step(
+            q, first_k, first_v, first_valid, row_max, row_sum, acc, scale_log2
+        )
+        start += BLOCK_N
+    else:
+        q = tl.load(
+            seq_ptr + (head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :],
+            mask=(row < GROUP)[:, None] & in_dim[None, :],
+            other=0.0,
+        )
+    for tile in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+        offset, valid = _kv_offsets(
+            table_ptr, tile, end, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N
+        )
+        offset = offset[:, None] + head_offset[None, :]
+        in_tile = valid[:, None] & in_dim[None, :]
+        k = tl.load(k_cache_ptr + offset, mask=in_tile, other=0.0)
+        v = tl.load(v_cache_ptr + offset, mask=in_tile, other=0.0)
+        row_max, row_sum, acc = _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2)
+
+    out_ptr += seq.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM
+    live = (row < GROUP)[:, None] & in_dim[None, :]
+    result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)
+    result_ptr = out_ptr + row[:, None] * HEAD_DIM + dim[None, :]
+    if SPLITS == 1:
+        tl.store(result_ptr, result.to(dtype), mask=live)
+    else:
+        if num_splits == 1:
+            tl.store(result_ptr, result.to(dtype), mask=live)
+            return
+        pair = seq * num_kv_heads + head
+        first_row = pair * SPLITS * GROUP
+        rows = first_row + split * GROUP + row
+        partial_row_ptr = partial_ptr + rows.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
+        tl.store(partial_row_ptr, acc, mask=(row < GROUP)[:, None])
+        tl.store(stats_ptr + rows * 2, row_max, mask=row < GROUP)
+        tl.store(stats_ptr + rows * 2 + 1, row_sum, mask=row < GROUP)
+        # All threads' partials must be visible before the count is.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel")
+        if arrived == num_splits - 1:
+            partial_ptr += first_row.to(tl.int64) * BLOCK_D
+            stats_ptr += first_row * 2
+            for g in tl.static_range(0, GROUP, 2):  # two at a time, to overlap their loads
+                a = _merge_row(
+                    partial_ptr, stats_ptr, g, num_splits, GROUP, SPLITS, MERGE_STEP, BLOCK_D
+                )
+                if g + 1 < GROUP:
+                    b = _merge_row(
+                        partial_ptr,
+                        stats_ptr,
+                        g + 1,
+                        num_splits,
+                        GROUP,
+                        SPLITS,
+                        MERGE_STEP,
+                        BLOCK_D,
+                    )
+                    tl.store(out_ptr + (g + 1) * HEAD_DIM + dim, b.to(dtype), mask=in_dim)
+                tl.store(out_ptr + g * HEAD_DIM + dim, a.to(dtype), mask=in_dim)
+            tl.store(counters_ptr + pair, 0)
+
+
+def _launch(
+    q: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    cos_sin: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    eps: float,
+    out: torch.Tensor,
+    workspace: DecodeWorkspace | None,
+) -> torch.Tensor:
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    batch = q.shape[0]
+    num_heads = out.shape[1]
+    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    assert k_cache.stride(3) == out.stride(2) == block_tables.stride(1) == 1
+    assert out.stride(1) == head_dim, out.stride()
+    facts = gpu(q.device)
+    fused = cos_sin is not None
+    group = num_heads // num_kv_heads
+    max_context = block_tables.shape[1] * block_size
+    splits = decode_splits(batch, num_kv_heads, max_context, facts.num_sms)
+    if workspace is None:
+        workspace = decode_workspace(
+            batch, num_heads, num_kv_heads, head_dim, max_context, q.device
+        )
+    block_d = next_power_of_2(head_dim)
+    assert workspace.counters.numel() >= batch * num_kv_heads, workspace.counters.shape
+    assert splits == 1 or workspace.stats.numel() >= batch * splits * num_heads * 2, (batch, splits)
+    block_n, warps, stages = next(c for limit, c in _CONFIGS.items() if batch <= limit)
+    block_n = block_n * 128 * 2 // (block_d * q.element_size())
+    block_n = max(16, min(block_n, 128 if facts.large_shared_memory else 8192 // block_d))
+    full = batch * num_kv_heads * 4 > facts.num_sms * 8  # the batch alone fills the GPU
+    _paged_attention_kernel[(num_kv_heads, splits, batch)](
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        out,
+        workspace.partial,
+        workspace.stats,
+        workspace.counters,
+        q if norms is None else norms[0],
+        q if norms is None else norms[1],
+        cos_sin if fused else workspace.stats,
+        scale * LOG2_E,
+        eps,
+        q.stride(0),
+        out.stride(0),
+        block_tables.stride(0),
+        *k_cache.stride()[:3],
+        HEAD_DIM=head_dim,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=max(16, next_power_of_2(group + fused)),
+        BLOCK_D=block_d,
+        BLOCK_N=block_n,
+        SPLITS=splits,
+        MIN_CHUNK=2048 if full else block_n,
+        MERGE_STEP=min(next_power_of_2(splits), max(1024 * warps // block_d, 1)),
+        FUSED=fused,
+        NORM=norms is not None,
+        PDL=facts.pdl,
+        STAGES=stages,
+        num_warps=warps,
+        num_stages=stages,
+        launch_pdl=facts.pdl,
+    )
+    return out
+
+
+def paged_decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """Attention of each sequence's newest token over its cached keys, itself included.
+
+    q: dtype [B, Hq, D], heads packed, any row stride (a view of packed qkv will do).
+    k_cache, v_cache: dtype [num_blocks, block_size, Hkv, D] of one layer, same strides.
+    block_tables: int32 [B, max_num_blocks]; its width, constant per model, sets the splits.
+    context_lens: int32 [B] keys visible, the newest token included; 0 = padding row.
+    out: dtype [B, Hq, D] to write, or None for a new one.
+    workspace: from `decode_workspace`, or None for a new one (small tests).
+    Returns out, zero in padding rows.
+    """
+    if not use_triton(q) or q.numel() == 0:
+        result = paged_decode_attention_ref(q, k_cache, v_cache, block_tables, context_lens, scale)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    assert q.stride()[1:] == (q.shape[2], 1), q.stride()
+    return _launch(
+        q, None, None, k_cache, v_cache, block_tables, context_lens, scale, 0.0, out, workspace
+    )
+
+
+def fused_decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    eps: float,
+    out: torch.Tensor | None = None,
+    workspace: DecodeWorkspace | None = None,
+) -> torch.Tensor:
+    """`qk_norm_rope` and `paged_decode_attention` in one launch, for batches <= FUSED_MAX_BATCH.
+
+    qkv: dtype [B, (Hq + 2 * Hkv) * D] packed rows, left as they are.
+    q_norm, k_norm: dtype [D] norm weights, both or neither.
+    cos_sin: fp32 [max_position, D] D/2 cosines, then D/2 sines.
+    k_cache, v_cache: dtype [num_blocks, block_size, Hkv, D]; the newest token's slot, at position
+        context_lens - 1, is written (nothing in padding rows).
+    The rest as in `paged_decode_attention`. Returns out: dtype [B, Hq, D].
+    """
+    if not use_triton(qkv) or qkv.numel() == 0:
+        result = fused_decode_attention_ref(
+            qkv, q_norm, k_norm, cos_sin, k_cache, v_cache, block_tables, context_lens, scale, eps
+        )
+        return result if out is None else out.copy_(result)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    if out is None:
+        shape = (qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
+        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
+    return _launch(
+        qkv,
+        None if q_norm is None else (q_norm, k_norm),
+        cos_sin,
+        k_cache,
+        v_cache,
+        block_tables,
+        context_lens,
+        scale,
+        eps,
+        out,
+        workspace,
+    )
