@@ -94,7 +94,9 @@ def assert_equal_to_hf(llm: LLM, hf, prompts: list[list[int]], num_tokens: int) 
     return gap
 
 
-def compare_half_precision(llm: LLM, hf_half, hf_fp32, prompts, num_tokens: int) -> dict[str, float]:
+def compare_half_precision(
+    llm: LLM, hf_half, hf_fp32, prompts, num_tokens: int
+) -> dict[str, float]:
     """The honest rule for bf16 and fp16: both engines against an fp32 reference, on our tokens.
 
     Our error must be at most 1.10 x transformers' own in the same type (mean and 99.9th

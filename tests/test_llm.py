@@ -161,21 +161,37 @@ class TestEqualToItself:
         assert runs[0] == runs[1] != runs[2]
 
 
-@pytest.mark.parametrize("shape", ["gqa", "bias", "untied"])
-def test_two_ranks_equal_one(shape, tiny_checkpoint, make_llm):
-    """R35 too: workers took the default block size whatever the engine's was."""
-    checkpoint = tiny_checkpoint(**SHAPES[shape])
-    prompts = random_prompts(20, 256)
-    one = make_llm(checkpoint)
-    two = make_llm(checkpoint, tensor_parallel_size=2, max_num_batched_tokens=64)
-    small = (
-        make_llm(checkpoint, tensor_parallel_size=2, num_kvcache_blocks=16, kvcache_block_size=24)
-        if shape == "gqa"
-        else None
-    )
-    expected = greedy(one, prompts)
-    assert greedy(two, prompts) == expected
-    if small is not None:
+@pytest.mark.parametrize(
+    "shape, kwargs",
+    [
+        ("gqa", dict(max_num_batched_tokens=64)),
+        ("bias", {}),
+        ("untied", dict(overlap=False)),
         # R06: after a preemption the workers need the tokens again, not only the last one.
-        assert greedy(small, prompts) == expected
-        assert small.scheduler.num_preemptions > 0
+        # R35: workers took the default block size whatever the engine's was.
+        ("gqa", dict(num_kvcache_blocks=16, kvcache_block_size=24)),
+    ],
+)
+def test_two_ranks_equal_one(shape, kwargs, tiny_checkpoint):
+    checkpoint = str(tiny_checkpoint(**SHAPES[shape]))
+    prompts = random_prompts(20, 256)
+    settings = dict(max_model_len=256, device="cpu")
+    with LLM(checkpoint, kvcache_block_size=BLOCK, **settings) as llm:
+        expected = greedy(llm, prompts)
+    with LLM(checkpoint, tensor_parallel_size=2, **{**settings, **kwargs}) as llm:
+        assert greedy(llm, prompts) == expected
+        assert llm.scheduler.num_preemptions > 0 or "num_kvcache_blocks" not in kwargs
+
+
+def test_engine_of_several_ranks_is_alone_in_its_process(tiny_checkpoint):
+    """Ranks belong to the process: a second engine would use the first one's."""
+    checkpoint = str(tiny_checkpoint(**SHAPES["gqa"]))
+    settings = dict(num_kvcache_blocks=8, device="cpu")
+    with LLM(checkpoint, **settings) as one:
+        with pytest.raises(RuntimeError, match="close"):
+            LLM(checkpoint, tensor_parallel_size=2, **settings)
+        expected = greedy(one, [[1, 2, 3]])
+    with LLM(checkpoint, tensor_parallel_size=2, **settings) as two:
+        with pytest.raises(RuntimeError, match="close"):
+            LLM(checkpoint, **settings)
+        assert greedy(two, [[1, 2, 3]]) == expected

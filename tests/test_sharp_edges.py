@@ -171,7 +171,7 @@ def test_eos_stops_and_stays_out_of_the_text(llm):
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_exception_in_a_step_leaves_nothing_behind(step, kind, llm, canary, monkeypatch):
     """R20: the next call ran the old requests too and returned more results than prompts."""
-    run, calls = llm._runner.run, []
+    run, calls = llm._runner.launch, []
 
     def failing_run(batch):
         calls.append(batch)
@@ -179,7 +179,7 @@ def test_exception_in_a_step_leaves_nothing_behind(step, kind, llm, canary, monk
             raise kind("injected")
         return run(batch)
 
-    monkeypatch.setattr(llm._runner, "run", failing_run)
+    monkeypatch.setattr(llm._runner, "launch", failing_run)
     with pytest.raises(kind):
         llm.generate([[i + 1] * 20 for i in range(8)], GREEDY, use_tqdm=False)
     monkeypatch.undo()
@@ -188,7 +188,7 @@ def test_exception_in_a_step_leaves_nothing_behind(step, kind, llm, canary, monk
 
 def test_interrupt_by_signal_leaves_nothing_behind(llm, canary, monkeypatch):
     """R20, by a real SIGINT that arrives in the middle of a step."""
-    run, calls = llm._runner.run, []
+    run, calls = llm._runner.launch, []
 
     def run_and_interrupt(batch):
         calls.append(batch)
@@ -197,7 +197,7 @@ def test_interrupt_by_signal_leaves_nothing_behind(llm, canary, monkeypatch):
         return run(batch)
 
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(llm._runner, "run", run_and_interrupt)
+    monkeypatch.setattr(llm._runner, "launch", run_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[7] * 20] * 4, GREEDY, use_tqdm=False)
     monkeypatch.undo()

@@ -77,7 +77,7 @@ class BlockManager:
         if not self._free:
             return False
         n, block = self._table.num_blocks[row], self._take_free_block()
-        self._table.block_tables[row, n] = self._table.new_blocks[row] = block
+        self._table.block_tables[row, n] = block
         self._table.num_blocks[row] = n + 1
         return True
 

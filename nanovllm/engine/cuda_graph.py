@@ -1,8 +1,8 @@
 """Capture and replay of whole steps: decodes by batch size, short prefills by tokens and sequences.
 
-A decode graph holds everything from the gathering of the inputs to the sampled tokens and their way back
-into DecodeState. A step writes two short rows of integers (kernels/decode_step.py) and replays the
-smallest bucket that holds it; the rows past the batch are padding.
+A decode graph holds everything from the gathering of the inputs to the sampled tokens and their
+way back into DecodeState. A step writes two short rows of integers (kernels/decode_step.py) and
+replays the smallest bucket that holds it; the rows past the batch are padding.
 
     batch of 3 in the bucket of 4:   rows [5 0 2 -1]   new blocks [-1 7 -1 -1]
 """

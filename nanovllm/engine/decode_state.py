@@ -1,4 +1,4 @@
-"""DecodeState: what a rank's device keeps of every row, so that a decode step asks the host for little.
+"""DecodeState: what a rank's device keeps of every row, so that a decode step needs little else.
 
 A prefill writes its rows here; each decode step reads its inputs from here and leaves its tokens
 here. All the host sends for a decode step is which rows take part and which of them start a block:

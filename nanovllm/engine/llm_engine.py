@@ -51,12 +51,14 @@ class LLMEngine:
         """
         _show_log()
         self.config = config = Config.from_kwargs(model, **kwargs)
+        _check_alone(config)
         checkpoint = resolve_checkpoint(config.model)
         hf_config = load_hf_config(checkpoint)
         self.max_model_len = _check_model(config, hf_config, checkpoint)
         self.tokenizer = load_tokenizer(checkpoint)
         eos_token_ids = find_eos_token_ids(checkpoint, self.tokenizer, hf_config)
         start = time.perf_counter()
+        _open_engines.add(self)
         workers = WorkerGroup(config, checkpoint, self.max_model_len)
         # Runs at close(), when the engine is collected, or at exit, whichever comes first. It must
         # not hold the engine itself, or the engine would never be collected.
@@ -164,6 +166,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free the device and end the other ranks; later calls do nothing."""
+        _open_engines.discard(self)
         self._finalizer()
 
     exit = close
@@ -263,6 +266,21 @@ class _Progress:
         self._bar.update(num_finished)
 
 
+# Ranks are a property of the process (utils/distributed.py), so an engine that has several of them
+# shares the process with no other.
+_open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
+
+
+def _check_alone(config: Config) -> None:
+    others = [engine.config.tensor_parallel_size for engine in _open_engines]
+    if others and max(*others, config.tensor_parallel_size) > 1:
+        raise RuntimeError(
+            f"tensor_parallel_size: got {config.tensor_parallel_size} while engines of {others} ranks"
+            " are open in this process, needs it to be alone where there are several ranks, try"
+            " close() on the others first"
+        )
+
+
 def _check_model(config: Config, hf_config: Any, checkpoint: Path) -> int:
     """Refuse what cannot work before the device is touched; the length limit of the model."""
     model_class = get_model_class(hf_config)
@@ -287,7 +305,6 @@ def _close(parts: list[Any]) -> None:
     workers.ask_to_close()
     for runner in runners:
         runner.close()
-    distributed.destroy()
     workers.close()
     parts[1:] = []
 

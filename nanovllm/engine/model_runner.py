@@ -81,6 +81,15 @@ class ModelRunner:
             "nccl" if self.device.type == "cuda" else "gloo",
             self.device,
         )
+        try:
+            self._start(hf_config, checkpoint)
+        except BaseException:
+            distributed.destroy()
+            raise
+
+    def _start(self, hf_config: Any, checkpoint: Path) -> None:
+        """What __init__ does once the rank has joined the others."""
+        config = self.config
         self.model: Any = self._load_model(hf_config, checkpoint)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -97,7 +106,7 @@ class ModelRunner:
         self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.state = DecodeState.create(
             self.num_rows,
-            -(-max_model_len // config.kvcache_block_size),
+            -(-self.max_model_len // config.kvcache_block_size),
             config.kvcache_block_size,
             self.device,
         )
@@ -117,7 +126,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
-        """Start one step; its tokens reach the next one on the device, and the host by the handle."""
+        """Start one step; its tokens reach the next on the device, and the host by the handle."""
         graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
         result = None if graphs is None else graphs.replay(batch)
         if result is None:

@@ -99,9 +99,8 @@ class Scheduler:
         batch = self._schedule_prefill() or self._schedule_decode()
         if batch is not None:
             self._num_inflight_steps += 1
-            rows = batch.rows
-            self.table.num_cached_tokens[rows] += batch.num_scheduled_tokens
-            self.table.num_inflight_tokens[rows] += batch.is_sampled
+            ends = batch.num_cached_tokens + batch.num_scheduled_tokens
+            self.table.num_cached_tokens[batch.rows] = ends
         return batch
 
     def update(self, batch: ScheduledBatch, token_ids: npt.NDArray[np.integer]) -> list[Sequence]:
@@ -121,13 +120,12 @@ class Scheduler:
         table.token_ids[rows, lens] = token_ids
         is_bad = token_ids < 0
         table.num_tokens[rows] = lens + ~is_bad  # what is not a token is not kept
-        table.num_inflight_tokens[rows] -= 1
         is_eos = np.zeros(len(rows), np.bool_)
         for eos in self.eos_token_ids:
             is_eos |= token_ids == eos
         is_eos &= ~table.ignore_eos[rows]
         is_done = is_eos | is_bad | (lens + 1 >= table.stop_len[rows])
-        if not is_done.any():
+        if not np.count_nonzero(is_done):  # in numpy much cheaper than any()
             return []
         finished = []
         for i in is_done.nonzero()[0].tolist():
@@ -207,21 +205,25 @@ class Scheduler:
 
     def _schedule_decode(self) -> ScheduledBatch | None:
         """One token for each running sequence that goes on, after making room for it."""
-        table = self.table
-        lens = table.num_tokens[self._running] + table.num_inflight_tokens[self._running]
+        table, size = self.table, self.block_size
+        # All tokens but the newest are cached, so that one stands here, read back or not.
+        starts = table.num_cached_tokens[self._running]
         # With an unread token a sequence may have reached its end already.
-        goes_on = lens < table.stop_len[self._running]
-        rows = self._running[goes_on]
-        needs_block = table.num_blocks[rows] * self.block_size < lens[goes_on]
-        for i in needs_block.nonzero()[0].tolist():
-            while table.seq_ids[rows[i]] >= 0 and not self.block_manager.append_block(rows[i]):
+        goes_on = starts + 1 < table.stop_len[self._running]
+        rows, starts = self._running[goes_on], starts[goes_on]
+        new_blocks = np.full(len(rows), -1, np.int32)
+        for i in (starts % size == 0).nonzero()[0].tolist():
+            row, index = int(rows[i]), int(starts[i]) // size
+            # Not so where an earlier call came this far, nor once the row has been preempted.
+            while table.num_blocks[row] == index and not self.block_manager.append_block(row):
                 # Which tokens a preempted sequence has must be known, and a step that is read
                 # back may finish another and make this unnecessary.
                 if self._num_inflight_steps:
                     return None
                 self._preempt(self._sequence(self._running[-1]))
-        rows = rows[table.seq_ids[rows] >= 0]
-        return self._build_decode(rows) if len(rows) else None
+            new_blocks[i] = table.block_tables[row, index]
+        n = min(len(rows), len(self._running))  # the preempted ones were the last
+        return self._build_decode(rows[:n], starts[:n], new_blocks[:n]) if n else None
 
     def _preempt(self, seq: Sequence) -> None:
         assert len(self._running) > 1, "the last running sequence was preempted"
@@ -257,18 +259,18 @@ class Scheduler:
             seeds=table.seeds[rows],
         )
 
-    def _build_decode(self, rows: IntArray) -> ScheduledBatch:
+    def _build_decode(
+        self, rows: IntArray, starts: IntArray, new_blocks: IntArray
+    ) -> ScheduledBatch:
         table = self.table
-        new_blocks = table.new_blocks[rows]
-        table.new_blocks[rows] = -1
         return ScheduledBatch(
             is_prefill=False,
             rows=rows,
             seq_ids=table.seq_ids[rows],
-            num_cached_tokens=table.num_cached_tokens[rows],
+            num_cached_tokens=starts,
             num_scheduled_tokens=np.ones(len(rows), np.int32),
             is_sampled=np.ones(len(rows), np.bool_),
-            all_greedy=not table.temperatures[rows].any(),
+            all_greedy=not np.count_nonzero(table.temperatures[rows]),
             new_blocks=new_blocks,
             input_ids=np.empty(0, np.int32),
             block_tables=np.empty((0, 0), np.int32),
@@ -278,11 +280,11 @@ class Scheduler:
 
     def _publish(self, batch: ScheduledBatch, is_here: npt.NDArray[np.bool_]) -> None:
         """Publish the blocks that the step filled."""
-        old = batch.num_cached_tokens
-        first = old // self.block_size
-        last = (old + batch.num_scheduled_tokens) // self.block_size
-        for i in ((first != last) & is_here).nonzero()[0].tolist():
-            self.block_manager.publish(self._sequence(batch.rows[i]), int(first[i]), int(last[i]))
+        starts, counts, size = batch.num_cached_tokens, batch.num_scheduled_tokens, self.block_size
+        fills_block = (starts % size + counts >= size) & is_here
+        for i in fills_block.nonzero()[0].tolist():
+            start, end = int(starts[i]), int(starts[i] + counts[i])
+            self.block_manager.publish(self._sequence(batch.rows[i]), start // size, end // size)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Sequence:
         seq.status = SequenceStatus.FINISHED

@@ -11,7 +11,8 @@ running sequence and no step loops over tokens in Python.
     K/V stored         | x x x x | x x x x | x       |           num_cached_tokens = 9
 
 With overlap, a step is launched before the tokens of the one before are known. Such a token has a
-position and a slot already: it counts in num_inflight_tokens until it is read back.
+position and a slot already, so num_cached_tokens moves on with the launch, and num_tokens when the
+token is read back. A running sequence has num_cached_tokens + 1 tokens, read back or not.
 """
 
 import enum
@@ -43,17 +44,13 @@ class SequenceTable:
         self.token_ids: IntArray = np.empty((num_rows, max_model_len), np.int32)
         self.block_tables: IntArray = np.zeros((num_rows, max_num_blocks), np.int32)
         self.num_tokens: IntArray = np.zeros(num_rows, np.int32)
-        self.num_cached_tokens: IntArray = np.zeros(num_rows, np.int32)  # leading, K/V stored
+        self.num_cached_tokens: IntArray = np.zeros(num_rows, np.int32)  # K/V stored or launched
         self.num_blocks: IntArray = np.zeros(num_rows, np.int32)
         self.stop_len: IntArray = np.zeros(num_rows, np.int32)  # num_tokens that ends the request
         self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self.temperatures: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
         self.seeds: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
         self.seq_ids: npt.NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: free row
-        # Tokens sampled by steps that were launched and not read back yet.
-        self.num_inflight_tokens: IntArray = np.zeros(num_rows, np.int32)
-        # A block appended since the row's last decode step, which the device has yet to hear of.
-        self.new_blocks: IntArray = np.full(num_rows, -1, np.int32)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -153,8 +150,6 @@ class Sequence:
         table.temperatures[row] = self.sampling_params.temperature
         table.seeds[row] = self.seed
         table.seq_ids[row] = self.seq_id
-        table.num_inflight_tokens[row] = 0
-        table.new_blocks[row] = -1
         table.sequences[row] = self
         self._table, self.row = table, row
 
@@ -184,7 +179,7 @@ class ScheduledBatch:
     num_scheduled_tokens: IntArray  # how many of input_ids are this sequence's; decode: 1
     is_sampled: npt.NDArray[np.bool_]  # False for a chunk that does not reach the prompt's end
     all_greedy: bool  # every sampled sequence has temperature 0
-    # Decode: the block appended for this step, -1 where the last one still has room.
+    # Decode: the block in which this step's token takes the first slot, -1 where it takes another.
     new_blocks: IntArray
     # Prefill, otherwise empty:
     input_ids: IntArray  # [num_tokens] the tokens to compute, packed without padding

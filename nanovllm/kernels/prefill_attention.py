@@ -27,6 +27,7 @@ from nanovllm.kernels.launch import (
 )
 
 LOG2_E = 1.4426950408889634
+_BLOCK_SEQS = (16, 128, 1024, 8192, 1 << 20)  # few, as each is a compilation
 
 # (padded head_dim up to, large shared memory): (rows, keys, warps, stages) of a tile
 _CONFIGS = {
@@ -132,7 +133,7 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["num_kv_heads"])
+@triton.jit(do_not_specialize=["num_seqs"])
 def _prefill_attention_kernel(
     q_ptr,
     k_ptr,
@@ -148,10 +149,11 @@ def _prefill_attention_kernel(
     block_stride,
     slot_stride,
     head_stride,
-    num_kv_heads,
+    num_seqs,
     HEAD_DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -160,18 +162,23 @@ def _prefill_attention_kernel(
     STAGES: tl.constexpr,
 ):
     TOKENS: tl.constexpr = BLOCK_M // GROUP
-    seq = tl.program_id(0) // num_kv_heads
-    head = tl.program_id(0) % num_kv_heads
-    first_token = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS
+    head = tl.program_id(0)
+    # Tiles are numbered sequence after sequence; from the last, since later ones see more keys.
+    index = tl.num_programs(1) - 1 - tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    i = tl.arange(0, BLOCK_SEQS)
+    begin = tl.load(cu_seqlens_q_ptr + i, mask=i < num_seqs, other=0)
+    tiles = tl.cdiv(tl.load(cu_seqlens_q_ptr + i + 1, mask=i < num_seqs, other=0) - begin, TOKENS)
+    seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
+    if seq >= num_seqs:  # the grid is an upper bound: the lengths are not known on the host
+        return
+    first_token = (index - tl.sum(tl.where(i < seq, tiles, 0), 0)) * TOKENS
     q_start = tl.load(cu_seqlens_q_ptr + seq)
     q_len = tl.load(cu_seqlens_q_ptr + seq + 1) - q_start
     k_start = tl.load(cu_seqlens_k_ptr + seq)
     k_len = tl.load(cu_seqlens_k_ptr + seq + 1) - k_start
-    if first_token >= q_len:
-        return
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     token = first_token + row // GROUP
@@ -257,7 +264,8 @@ def prefill_attention(
                 config = (64, min(config[1], 64), 4, 2)
     block_m, block_n, warps, stages = config
     block_m = max(block_m, next_power_of_2(group))
-    grid = (len(cu_seqlens_q) - 1) * num_kv_heads, cdiv(max_seqlen_q, block_m // group)
+    num_seqs = len(cu_seqlens_q) - 1
+    grid = num_kv_heads, cdiv(q.shape[0], block_m // group) + num_seqs
     _prefill_attention_kernel[grid](
         q,
         k,
@@ -273,10 +281,11 @@ def prefill_attention(
         k.stride(0) if paged else 0,
         k.stride(-3),
         k.stride(-2),
-        num_kv_heads,
+        num_seqs,
         HEAD_DIM=head_dim,
         GROUP=group,
         BLOCK_SIZE=k.shape[1] if paged else 1,
+        BLOCK_SEQS=next(size for size in _BLOCK_SEQS if num_seqs <= size),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_D=block_d,

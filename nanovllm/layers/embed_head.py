@@ -22,7 +22,9 @@ class VocabParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.vocab_size = vocab_size
-        self.num_rows = -(-vocab_size // distributed.tp_size())
+        # As it is now: another engine of this process may form a group later.
+        self.tp_size = distributed.tp_size()
+        self.num_rows = -(-vocab_size // self.tp_size)
         self.first_row = distributed.tp_rank() * self.num_rows
         if tied_weight is None:
             tied_weight = make_parameter(
@@ -41,7 +43,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids: int64 [num_tokens]; returns float [num_tokens, hidden_size]."""
-        if distributed.tp_size() == 1:
+        if self.tp_size == 1:
             return F.embedding(input_ids, self.weight)
         local_ids = input_ids - self.first_row
         is_elsewhere = (local_ids < 0) | (local_ids >= self.num_rows)
@@ -64,5 +66,8 @@ class ParallelLMHead(VocabParallelEmbedding):
         indices = get_context().logits_indices
         if indices is not None:
             hidden_states = hidden_states.index_select(0, indices)
-        logits = distributed.gather_to_rank0(F.linear(hidden_states, self.weight))
+        local_logits = F.linear(hidden_states, self.weight)
+        if self.tp_size == 1:
+            return local_logits
+        logits = distributed.gather_to_rank0(local_logits)
         return None if logits is None else logits[:, : self.vocab_size]

@@ -140,6 +140,8 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, input_size: int, output_size: int, bias: bool = False) -> None:
         super().__init__()
+        # As they are now: another engine of this process may form a group later.
+        self.tp_size, self.tp_rank = distributed.tp_size(), distributed.tp_rank()
         self.local_input_size = shard_size("the input size", input_size)
         self.weight = make_parameter(
             (output_size, self.local_input_size), {None: (output_size, input_size)}, self.load_shard
@@ -154,7 +156,7 @@ class RowParallelLinear(nn.Module):
         loaded: float [output_size, input_size] or [output_size] the checkpoint's tensor
         """
         if loaded.dim() == 2:
-            start = distributed.tp_rank() * self.local_input_size
+            start = self.tp_rank * self.local_input_size
             loaded = loaded.narrow(1, start, self.local_input_size)
         param.data.copy_(loaded)
 
@@ -172,13 +174,14 @@ class RowParallelLinear(nn.Module):
         norm_weight: float [output_size] and eps, of the norm that reads the new stream
         returns: the new stream with that norm
         """
-        if distributed.tp_size() == 1 and self.bias is None:
+        if self.tp_size == 1 and self.bias is None:
             workspace = _workspace(residual.device)
             return residual_linear(
                 hidden_states, self.weight, residual, norm_weight, eps, workspace
             )
         # One rank adds the bias, or the sum would hold it tp_size times.
-        bias = self.bias if distributed.tp_rank() == 0 else None
-        out = distributed.all_reduce(F.linear(hidden_states, self.weight, bias))
+        out = F.linear(hidden_states, self.weight, self.bias if self.tp_rank == 0 else None)
+        if self.tp_size > 1:
+            distributed.all_reduce(out)
         normed, stream = add_rms_norm(out, residual, norm_weight, eps)
         return NormInput(stream, norm_weight, eps, normed=normed)

@@ -27,8 +27,8 @@ def init(rank: int, size: int, init_method: str, backend: str, device: torch.dev
     global _group
     if _group is not _ALONE:
         raise RuntimeError(
-            f"init: got a second group of {size} ranks, needs the first one of {_group.size} "
-            "to be gone, try destroy() before"
+            f"tensor_parallel_size: got {size} for a second group of ranks in this process, needs "
+            f"the first one, of {_group.size}, to be gone, try closing its engine"
         )
     if not 0 <= rank < size:
         raise ValueError(f"rank: got {rank}, needs 0 <= rank < {size}, try one of these ranks")

@@ -1,6 +1,6 @@
 """A seeded driver over Scheduler and BlockManager, and the oracle that checks every call.
 
-The oracle plays the model. It keeps a *shadow* of the KV cache: which prefix wrote each slot. A
+The oracle plays the device. It keeps a *shadow* of the KV cache: which prefix wrote each slot. A
 prefix is named by an interned id, so two ids are equal only if every token up to there is.
 
     request       7 3 9 1 4        block size 2, block table [5, 0, 2]
@@ -9,22 +9,35 @@ prefix is named by an interned id, so two ids are equal only if every token up t
     shadow[0]     3 4
     shadow[2]     5 .
 
+It also keeps each row as engine/decode_state.py does, from nothing but the batches: the newest
+token, the length, the block table. A launch advances the rows and samples at once. What the step
+writes and reads happens as late as it can, when its tokens are waited for, but in the order of the
+launches. `depth` is how many steps may be launched and not read back between two calls:
+
+    depth 1   schedule 1, launch 1, schedule 2, launch 2, run 1 and wait for it, update 1,
+              schedule 3, launch 3, run 2 and wait for it, update 2, ...
+
+So where update 1 ends a request, step 2 holds a surplus row: it writes into a block that has been
+freed, and that step 3 may have handed to another request, which must write there later.
+
 One operation is one call into the scheduler (add, schedule, update, abort or reset). After each,
 these hold, and a Violation says which did not:
 
- 1. free and held blocks partition the pool           7. a shared or published block is not written
- 2. reference count = number of tables holding it     8. token and sequence budgets hold
- 3. a cached key points at exactly its prefix         9. 0 < scheduled, cached + scheduled <= length
- 4. no held block is in the free queue               10. each request is in exactly one queue
- 5. every read slot holds the reader's own prefix    11. every request ends within a step bound
- 6. no slot is written twice in a step               12. at idle no block is held
+ 1. free and held blocks partition the pool           8. token and sequence budgets hold
+ 2. reference count = number of tables holding it     9. 0 < scheduled, cached + scheduled <= length
+ 3. a cached key points at exactly its prefix        10. each request is in exactly one queue
+ 4. no held block is in the free queue               11. every request ends within a step bound
+ 5. every read slot holds the reader's own prefix    12. at idle no block is held
+ 6. no slot is written twice in a step               13. the device's lengths and block tables are
+ 7. a shared or published block is not written           the scheduler's, of every admitted request
 
 and, beyond those: requests are served first come first served, end for the right reason with the
-tokens that were sampled (10), and nothing that a step with bad logits computed stays cached (3).
+tokens that were sampled (10), nothing that a step with bad logits computed stays cached (3), and
+there is always a step to launch unless all blocks are taken or all ends are in flight (11).
 """
 
 import random
-from collections import Counter
+from collections import Counter, deque
 from typing import NoReturn
 
 import numpy as np
@@ -35,8 +48,9 @@ from nanovllm.sampling_params import SamplingParams
 
 NUM_TOKENS = 5  # ids in use; few, so that prefixes and single blocks often repeat
 EOS_TOKEN_IDS = (0, 4)
+DEPTHS = (0, 1, 2)  # LLMEngine's are 0 and 1
 MAX_REQUESTS = 64  # added in one scenario
-MAX_LIVE = 14  # at one time
+GARBAGE = -1  # the prefix of what nobody may read
 PARAMS = {
     (max_tokens, ignore_eos): SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
     for max_tokens in [*range(1, 25), None]
@@ -49,14 +63,16 @@ class Violation(AssertionError):
 
 
 class Request:
-    """What the oracle knows about one request, from the calls alone."""
+    """One request as it is once all launched steps have run; the scheduler learns of it later."""
 
-    __slots__ = ("blocks", "ignore_eos", "prefix", "stop_len", "tokens")
+    __slots__ = ("blocks", "ignore_eos", "num_unread", "prefix", "reason", "stop_len", "tokens")
 
     def __init__(self, params: SamplingParams, num_prompt_tokens: int, max_len: int):
         self.tokens: list[int] = []  # the prompt and what was sampled since
         self.prefix = 0  # id of all of it
         self.blocks: list[list[int]] = []  # ids of every prefix of it, cut into blocks
+        self.num_unread = 0  # tokens sampled for it by steps in flight, surplus ones included
+        self.reason: str | None = None  # why it ended; what is sampled after that is surplus
         self.ignore_eos = params.ignore_eos
         limit = params.max_tokens
         self.stop_len = max_len if limit is None else min(max_len, num_prompt_tokens + limit)
@@ -70,14 +86,42 @@ class Request:
         return "length" if len(self.tokens) == self.stop_len else None
 
 
+class DeviceRow:
+    """A row of DecodeState."""
+
+    __slots__ = ("num_tokens", "prefix", "table")
+
+    def __init__(self, max_num_blocks: int) -> None:
+        self.prefix = GARBAGE  # of all its tokens, the newest included
+        self.num_tokens = 0
+        self.table = [0] * max_num_blocks
+
+
+class Step:
+    """A launched step: what it will write and read, and what it samples."""
+
+    __slots__ = ("batch", "ended", "reads", "sampled", "tokens", "writes")
+
+    def __init__(self, batch: ScheduledBatch) -> None:
+        self.batch = batch
+        self.writes: list[tuple[int, int, int, Sequence]] = []  # block, offset, prefix, for whom
+        self.reads: list[tuple[Sequence, Request, list[int], int]] = []  # ..., table, num_tokens
+        self.sampled: list[Sequence] = []
+        self.tokens: list[int] = []
+        self.ended: list[Sequence] = []  # whose last token this step samples
+
+
 class Scenario:
     """One scheduler with random sizes, driven by random calls."""
 
     def __init__(self, seed: int, scheduler_class: type[Scheduler] = Scheduler) -> None:
         self.random = r = random.Random(seed)
+        self.depth = r.choice(DEPTHS)
         self.block_size = size = r.randint(1, 8)
         self.num_blocks = r.choice([r.randint(2, 12), r.randint(2, 40)])
-        self.max_num_seqs = r.randint(1, 8)
+        # Of nine rows and more, one alone is not worth a prefill: see _is_prefill_worthwhile.
+        self.max_num_seqs = r.choice([*[r.randint(1, 8)] * 4, r.randint(9, 24)])
+        self.max_live = max(14, self.max_num_seqs + 6)  # at one time
         self.budget = r.choice([r.randint(1, 8), r.randint(1, 64)])
         max_model_len = r.randint(2, 64)
         self.scheduler = scheduler_class(
@@ -93,8 +137,12 @@ class Scenario:
         self.num_added = 0
         self.keys = [0]  # prefix id -> parent id * NUM_TOKENS + last token
         self.ids: dict[int, int] = {}  # and back
-        self.shadow = [[-1] * size for _ in range(self.num_blocks)]  # prefix that wrote each slot
         self.stems = [r.choices(range(NUM_TOKENS), k=self.max_len) for _ in range(2)]
+        # The device. A reset of the scheduler does not touch it.
+        self.rows = [DeviceRow(-(-self.max_len // size)) for _ in self.scheduler.table.sequences]
+        self.shadow = [[GARBAGE] * size for _ in range(self.num_blocks)]  # who wrote each slot
+        self.queue: deque[Step] = deque()  # launched, not run
+        self.inflight: deque[Step] = deque()  # launched, not read back
         self._forget_cache()
 
     # -- driving ---------------------------------------------------------------------------------
@@ -106,20 +154,25 @@ class Scenario:
         self.max_tokens = r.choice([4, 8, 24])
         while self.num_ops < num_ops and self.num_added < MAX_REQUESTS:
             x = r.random()
-            if x < p_add and len(self.live) < MAX_LIVE:
+            if x < p_add and len(self.live) < self.max_live:
                 self.add()
             elif p_add < x < p_add + p_abort:
                 self.abort()
             else:
                 self.step(is_interrupted=x > 1 - p_reset)
         num_tokens_left = sum(req.stop_len - len(req.tokens) for req in self.live.values())
-        bound = num_tokens_left * self.max_silent_steps
+        num_tokens_left += len(self.live) * (self.depth + 1)  # surplus, and rows at their end
+        bound = 2 * num_tokens_left * self.max_silent_steps  # between two waits there is a launch
         for _ in range(bound):
             if not self.live:
                 break
             self.step()
         if self.live:
             self._fail(11, f"{len(self.live)} requests unfinished after {bound} steps")
+        if self.inflight:  # those that were aborted last
+            self.step()
+        if self.inflight or self.scheduler._num_inflight_steps:
+            self._fail(12, "steps in flight after the last request")
         if not self.scheduler.is_finished():
             self._fail(12, "not idle after the last request")
         self.counts["preemptions"] += self.scheduler.num_preemptions
@@ -145,136 +198,233 @@ class Scenario:
         seqs = self.random.sample(list(self.live), self.random.randint(0, min(3, len(self.live))))
         self.scheduler.abort(seqs)
         for seq in seqs:
-            del self.live[seq]
+            self.counts["aborts in flight"] += self.live.pop(seq).num_unread > 0
         self.silent_steps = 0
         self._check("aborts")
 
     def step(self, is_interrupted: bool = False) -> None:
-        """schedule, model, update; or, interrupted, what an exception in the model leads to."""
+        """LLMEngine._step; or, interrupted, what an exception leads to."""
         batch = self.scheduler.schedule()
-        if batch is None:
-            if self.live:
-                self._fail(11, "no work, though requests are left")
-            self._check("schedules")
-            return
-        seqs = [self.scheduler.table.sequences[row] for row in batch.rows.tolist()]
-        is_sampled = batch.is_sampled.tolist()
-        # Prompts whose last chunk this is have left one queue and join the other with the update.
-        self.joining = [s for s, x in zip(seqs, is_sampled, strict=True) if x and batch.is_prefill]
+        if batch is not None:
+            self._launch(batch)
+        elif self.live:
+            self._check_wait()
         self._check("schedules")
-        self.joining = []
-        self._run_model(batch, seqs)
         if is_interrupted:
+            self.counts["resets in flight"] += len(self.inflight) > 1
+            self.inflight.clear()
             self.scheduler.reset()
             self.live.clear()
             self.silent_steps = 0
             self._forget_cache()
             self._check("resets")
-        else:
-            self._update(batch, [s for s, x in zip(seqs, is_sampled, strict=True) if x])
+            return
+        num_kept = 0 if batch is None else self.depth
+        while len(self.inflight) > num_kept or (self.inflight and self.scheduler.is_finished()):
+            self._update(self.inflight.popleft())
 
-    def _update(self, batch: ScheduledBatch, seqs: list[Sequence]) -> None:
-        sampled = []
-        ended = {}
-        failed_blocks: list[int] = []
-        for seq in seqs:
-            req = self.live[seq]
-            token = self._sample(req)
-            sampled.append(token)
-            if token < 0:
-                failed_blocks += seq.block_table.tolist()
-            else:
-                self._append(req, token)
-            reason = req.finish_reason(token)
-            if reason is not None:
-                ended[seq] = reason
-        finished = self.scheduler.update(batch, np.array(sampled, np.int64))
-        if finished != list(ended):
+    def _update(self, step: Step) -> None:
+        while self.queue:
+            first = self.queue.popleft()
+            self._run(first)
+            if first is step:
+                break
+        ended = [seq for seq in step.ended if seq in self.live]  # and not aborted meanwhile
+        failed = [seq for seq in ended if self.live[seq].reason == "error"]
+        failed_blocks = [block for seq in failed for block in seq.block_table.tolist()]
+        finished = self.scheduler.update(step.batch, np.array(step.tokens, np.int64))
+        if finished != ended:
             self._fail(10, "the wrong requests finished")
-        for seq, reason in ended.items():
-            if seq.status is not SequenceStatus.FINISHED or seq.finish_reason != reason:
-                self._fail(10, f"{seq.status}, {seq.finish_reason}, not {reason}")
-            if seq.token_ids.tolist() != self.live.pop(seq).tokens:
+        for seq in step.sampled:
+            if seq in self.live:
+                self.live[seq].num_unread -= 1
+        for seq in ended:
+            req = self.live.pop(seq)
+            if seq.status is not SequenceStatus.FINISHED or seq.finish_reason != req.reason:
+                self._fail(10, f"{seq.status}, {seq.finish_reason}, not {req.reason}")
+            if seq.token_ids.tolist() != req.tokens:
                 self._fail(10, f"other tokens than sampled: {seq.token_ids}")
-            self.counts[reason] += 1
+            self.counts[req.reason] += 1
         if failed_blocks:
             self._poison(failed_blocks)
         self._check("updates")
 
-    def _sample(self, req: Request) -> int:
-        """A random token, but mostly one that equal prefixes agree on, so that outputs repeat."""
-        x = self.random.random()
-        if x < 0.7:
-            return req.prefix % (NUM_TOKENS - 2) + 1
-        return -1 if x > 0.995 else self.random.randrange(NUM_TOKENS)
-
     def _append(self, req: Request, token: int) -> None:
-        key = req.prefix * NUM_TOKENS + token
-        prefix = self.ids.get(key)
-        if prefix is None:
-            prefix = self.ids[key] = len(self.keys)
-            self.keys.append(key)
+        prefix = self._prefix(req.prefix, token)
         if len(req.tokens) % self.block_size == 0:
             req.blocks.append([])
         req.blocks[-1].append(prefix)
         req.tokens.append(token)
         req.prefix = prefix
 
-    # -- the model -------------------------------------------------------------------------------
+    def _prefix(self, parent: int, token: int) -> int:
+        """The id of a prefix with one token more."""
+        if parent == GARBAGE or token < 0:
+            return GARBAGE
+        key = parent * NUM_TOKENS + token
+        prefix = self.ids.get(key)
+        if prefix is None:
+            prefix = self.ids[key] = len(self.keys)
+            self.keys.append(key)
+        return prefix
 
-    def _run_model(self, batch: ScheduledBatch, seqs: list[Sequence]) -> None:
-        """Write and read the slots that the model would."""
-        reqs = [self.live[seq] for seq in seqs]
-        starts, counts = batch.num_cached_tokens.tolist(), batch.num_scheduled_tokens.tolist()
-        tables, is_sampled = batch.block_tables.tolist(), batch.is_sampled.tolist()
-        num_held = self.scheduler.table.num_blocks[batch.rows].tolist()
+    # -- the device ------------------------------------------------------------------------------
+
+    def _launch(self, batch: ScheduledBatch) -> None:
+        """Advance the rows by one step and sample its tokens."""
+        rows, counts = batch.rows.tolist(), batch.num_scheduled_tokens.tolist()
+        seqs = [self.scheduler.table.sequences[row] for row in rows]
+        is_sampled = batch.is_sampled.tolist()
         if sum(counts) > self.budget or len(seqs) > self.max_num_seqs:
             self._fail(8, f"{sum(counts)} tokens of {len(seqs)} sequences in one step")
-        tokens, written = [], []
-        size, shadow = self.block_size, self.shadow
-        for i, (req, start, count) in enumerate(zip(reqs, starts, counts, strict=True)):
-            end, length, table = start + count, len(req.tokens), tables[i]
-            if count < 1 or end > length or is_sampled[i] != (end == length):
-                self._fail(9, f"{start} + {count} of {length}, sampled: {is_sampled[i]}")
-            if end > num_held[i] * size:
-                self._fail(5, f"{end} tokens in {num_held[i]} blocks")
-            tokens += req.tokens[start:end]
+        if batch.seq_ids.tolist() != [seq.seq_id for seq in seqs]:
+            self._fail(10, f"rows {rows} are not those of {batch.seq_ids}")
+        step = Step(batch)
+        if batch.is_prefill:
+            self._prefill(step, rows, seqs, counts)
+        else:
+            self._decode(step, rows, seqs, counts)
+        for row, seq, samples in zip(rows, seqs, is_sampled, strict=True):
+            if samples:
+                self._sample(step, self.rows[row], seq)
+        self._check_writes(step)
+        self._count_step(step)
+        self.queue.append(step)
+        self.inflight.append(step)
+
+    def _prefill(self, step: Step, rows: list, seqs: list[Sequence], counts: list[int]) -> None:
+        batch, size = step.batch, self.block_size
+        tables, input_ids = batch.block_tables.tolist(), batch.input_ids.tolist()
+        starts, is_sampled = batch.num_cached_tokens.tolist(), batch.is_sampled.tolist()
+        at = 0
+        for i, (row, seq, start, count) in enumerate(zip(rows, seqs, starts, counts, strict=True)):
+            req, end, device = self.live[seq], start + count, self.rows[row]
+            if count < 1 or end > len(req.tokens) or is_sampled[i] != (end == len(req.tokens)):
+                self._fail(9, f"{start} + {count} of {req.tokens}, sampled: {is_sampled[i]}")
+            if input_ids[at : at + count] != req.tokens[start:end]:
+                self._fail(5, f"computes {input_ids} at {at}, not {req.tokens[start:end]}")
+            at += count
+            device.num_tokens, device.prefix = end, req.prefix
+            device.table[: len(tables[i])] = tables[i]
+            self._check_row(seq, device)
             for position in range(start, end):
                 n, offset = divmod(position, size)
-                shadow[table[n]][offset] = req.blocks[n][offset]
-                written.append((table[n], offset))
-        if batch.input_ids.tolist() != tokens:
-            self._fail(5, f"computes {batch.input_ids}, not {tokens}")
-        if not batch.is_prefill and len(tokens) != self.scheduler.num_running:
-            self._fail(8, "a decode step is one token for each running sequence")
-        self._count_step(sum(starts) if batch.is_prefill else 0, len(seqs), sum(is_sampled))
+                step.writes.append((device.table[n], offset, req.blocks[n][offset], seq))
+            step.reads.append((seq, req, device.table[: -(-end // size)], end))
+        if at != len(input_ids):
+            self._fail(5, f"computes {input_ids}, of which {at} belong to someone")
 
-        if len(set(written)) < len(written):
-            self._fail(6, f"slots {written}")
-        manager = self.scheduler.block_manager
-        for block, _ in written:
-            if manager._ref_counts[block] != 1 or manager._hashes[block] is not None:
-                self._fail(7, f"block {block} is shared or published, and written")
-        for req, start, count, table in zip(reqs, starts, counts, tables, strict=True):
-            n, rest = divmod(start + count, size)
-            found = [shadow[block] for block in table[:n]]
-            if found != req.blocks[:n] or rest and shadow[table[n]][:rest] != req.blocks[n][:rest]:
-                self._fail(5, f"{start} + {count} tokens of {req.blocks} read {found}, ...")
+    def _decode(self, step: Step, rows: list, seqs: list[Sequence], counts: list[int]) -> None:
+        batch, size = step.batch, self.block_size
+        starts, new_blocks = batch.num_cached_tokens.tolist(), batch.new_blocks.tolist()
+        if counts != [1] * len(rows) or not batch.is_sampled.all():
+            self._fail(9, f"a decode step of {counts} tokens, sampled: {batch.is_sampled}")
+        for row, seq, start, new_block in zip(rows, seqs, starts, new_blocks, strict=True):
+            req, device = self.live[seq], self.rows[row]
+            position = device.num_tokens - 1
+            n, offset = divmod(position, size)
+            if start != position or device.num_tokens >= req.stop_len:
+                self._fail(9, f"{start} cached of {device.num_tokens}, to stop at {req.stop_len}")
+            if new_block >= 0:
+                if offset:
+                    self._fail(13, f"block {new_block} is no news at position {position}")
+                device.table[n] = new_block
+            self._check_row(seq, device)
+            step.writes.append((device.table[n], offset, device.prefix, seq))
+            if req.reason is None:
+                if device.prefix != req.prefix:
+                    self._fail(5, f"computes another token than the last of {req.tokens}")
+                step.reads.append((seq, req, device.table[: n + 1], position + 1))
+        goes_on = [seq for seq in self.scheduler.running if self._goes_on(seq)]
+        if seqs != goes_on:
+            self._fail(8, "a decode step is one token for each running sequence that goes on")
 
-    def _count_step(self, num_hit_tokens: int, num_seqs: int, num_sampled: int) -> None:
-        self.counts["hit tokens"] += num_hit_tokens
-        self.counts["chunks"] += num_seqs - num_sampled
-        self.silent_steps = 0 if num_sampled else self.silent_steps + 1
-        if self.silent_steps >= self.max_silent_steps:
-            self._fail(11, f"{self.silent_steps} steps without a token")
+    def _sample(self, step: Step, device: DeviceRow, seq: Sequence) -> None:
+        """A random token, but mostly one that equal prefixes agree on, so that outputs repeat."""
+        x, req = self.random.random(), self.live[seq]
+        token = -1 if x > 0.995 else self.random.randrange(NUM_TOKENS)
+        if x < 0.7:
+            token = device.prefix % (NUM_TOKENS - 2) + 1
+        device.num_tokens += 1
+        device.prefix = self._prefix(device.prefix, token)
+        step.sampled.append(seq)
+        step.tokens.append(token)
+        req.num_unread += 1
+        if req.reason is not None:
+            self.counts["surplus"] += 1
+            return
+        if token >= 0:
+            self._append(req, token)
+        req.reason = req.finish_reason(token)
+        if req.reason is not None:
+            step.ended.append(seq)
+
+    def _run(self, step: Step) -> None:
+        """Write and read the slots that the model does."""
+        size, shadow = self.block_size, self.shadow
+        for block, offset, prefix, seq in step.writes:
+            shadow[block][offset] = prefix
+            if seq not in self.live:
+                is_held = self.scheduler.block_manager._ref_counts[block] > 0
+                self.counts["writes to another's block"] += is_held
+        for seq, req, table, num_tokens in step.reads:
+            n, rest = divmod(num_tokens, size)
+            found = [shadow[block] for block in table]
+            is_right = found[:n] == req.blocks[:n]
+            if rest:
+                is_right = is_right and found[n][:rest] == req.blocks[n][:rest]
+            if not is_right and seq in self.live:  # and not aborted meanwhile
+                self._fail(5, f"{num_tokens} tokens of {req.blocks} read {found}")
 
     def _poison(self, blocks: list[int]) -> None:
         """Take the K/V of failed requests for garbage, where no healthy one vouches for it."""
         for block, num_holders in Counter(blocks).items():
             if num_holders == self.ref_counts[block]:
-                self.shadow[block] = [-1] * self.block_size
+                self.shadow[block] = [GARBAGE] * self.block_size
                 if self.scheduler.block_manager._hashes[block] is not None:
                     self._fail(3, f"block {block} of a failed step is cached")
+
+    # -- a launch --------------------------------------------------------------------------------
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether a running request is short of its longest length, unread tokens included."""
+        req = self.live[seq]
+        num_tokens = seq.num_tokens + req.num_unread
+        return num_tokens < req.stop_len
+
+    def _check_writes(self, step: Step) -> None:
+        slots = {(block, offset) for block, offset, _, _ in step.writes}
+        if len(slots) < len(step.writes):
+            self._fail(6, f"slots {step.writes}")
+        manager = self.scheduler.block_manager
+        for block, _ in slots:
+            if manager._ref_counts[block] != 1 or manager._hashes[block] is not None:
+                self._fail(7, f"block {block} is shared or published, and written")
+
+    def _check_row(self, seq: Sequence, device: DeviceRow) -> None:
+        held = seq.block_table.tolist()
+        if device.table[: len(held)] != held:
+            self._fail(13, f"the device has {device.table}, the scheduler {held}")
+
+    def _check_wait(self) -> None:
+        """There was no work, though requests are left."""
+        self.counts["waits"] += 1
+        if not self.inflight:
+            self._fail(11, "no work, and no step in flight")
+        going_on = [seq for seq in self.scheduler.running if self._goes_on(seq)]
+        if going_on and self.scheduler.block_manager.num_free_blocks:
+            self._fail(11, "waits for a step in flight, though there are blocks")
+
+    def _count_step(self, step: Step) -> None:
+        batch, scheduler = step.batch, self.scheduler
+        if batch.is_prefill:
+            self.counts["hit tokens"] += int(batch.num_cached_tokens.sum())
+        elif scheduler._num_decodes_since_prefill and scheduler.table.free_rows:
+            self.counts["rows left to gather"] += 1
+        self.counts["chunks"] += batch.num_seqs - len(step.tokens)
+        self.silent_steps = 0 if step.tokens else self.silent_steps + 1
+        if self.silent_steps >= self.max_silent_steps:
+            self._fail(11, f"{self.silent_steps} steps without a token")
 
     # -- the state after each call ---------------------------------------------------------------
 
@@ -292,24 +442,30 @@ class Scenario:
         scheduler, table = self.scheduler, self.scheduler.table
         running, waiting = scheduler.running, list(scheduler.waiting)
         # First come, first served: running, then waiting, is the order of submission.
-        if running + self.joining + waiting != list(self.live):
+        if running + waiting != list(self.live):
             self._fail(10, "the queues are not what was submitted, in its order")
         num_cached, num_tokens = table.num_cached_tokens.tolist(), table.num_tokens.tolist()
         rows = []
         for seq in running:
-            row = seq.row
+            row, num_unread = seq.row, self.live[seq].num_unread
             rows.append(row)
-            if num_cached[row] != num_tokens[row] - 1 or seq.status is not SequenceStatus.RUNNING:
-                self._fail(9, f"running: {num_cached[row]} of {num_tokens[row]}, {seq.status}")
-        for i, seq in enumerate(self.joining + waiting):
+            if num_cached[row] != num_tokens[row] + num_unread - 1:
+                self._fail(9, f"{num_cached[row]} of {num_tokens[row]} + {num_unread} cached")
+            if self.rows[row].num_tokens != num_tokens[row] + num_unread:
+                self._fail(13, f"{num_tokens[row]} + {num_unread} tokens, other on the device")
+            if seq.status is not SequenceStatus.RUNNING:
+                self._fail(10, f"running: {seq.status}")
+        for i, seq in enumerate(waiting):
             row = seq.row
             if seq.status is not SequenceStatus.WAITING:
                 self._fail(10, f"waiting: {seq.status}")
             if row is None:
                 continue
             rows.append(row)
-            if i > len(self.joining) or num_cached[row] >= num_tokens[row]:
+            if i > 0 or num_cached[row] >= num_tokens[row]:
                 self._fail(9, "admitted out of turn, or with nothing left to compute")
+            if self.rows[row].num_tokens != num_cached[row]:
+                self._fail(13, f"{num_cached[row]} tokens launched, other on the device")
         if len(rows) > self.max_num_seqs:
             self._fail(8, f"{len(rows)} admitted")
         if sorted(rows + table.free_rows) != list(range(len(table.sequences))):
@@ -324,10 +480,20 @@ class Scenario:
             return  # checked before, and nothing has changed
         self.seen_pool = (*state[:3], manager._ref_counts.copy(), free)
         tables = table.block_tables[:, : max(num_held)].tolist()
+        num_cached = table.num_cached_tokens.tolist()
         ref_counts = [0] * self.num_blocks
         for row in rows:
-            for block in tables[row][: num_held[row]]:
+            held, known = tables[row][: num_held[row]], self.rows[row].table
+            for block in held:
                 ref_counts[block] += 1
+            # A block for the next token may have been added by a call that then gave up.
+            n, rest = divmod(num_cached[row], self.block_size)
+            num_known = n if not rest and len(held) == n + 1 else len(held)
+            if (
+                held[:num_known] != known[:num_known]
+                or num_known * self.block_size < num_cached[row]
+            ):
+                self._fail(13, f"the device has {known}, the scheduler {held}")
             num_held[row] = 0
         if any(num_held):
             self._fail(1, "a row without a sequence holds blocks")
@@ -342,7 +508,6 @@ class Scenario:
         self.ref_counts = ref_counts
 
     def _forget_cache(self) -> None:
-        self.joining: list[Sequence] = []
         self.contents = {0: 0}  # content id -> the prefix it stands for
         self.entries: list[tuple] = [(None, 0)] * self.num_blocks
         self.seen_cache: tuple = ()
@@ -403,5 +568,6 @@ def run_scenarios(
             raise Violation(f"{place}: {type(error).__name__}: {error}") from error
         totals += scenario.counts
         totals["operations"] += scenario.num_ops
+        totals[f"operations at depth {scenario.depth}"] += scenario.num_ops
         totals["scenarios"] += 1
     return totals

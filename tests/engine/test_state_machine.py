@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from state_machine import Violation, run_scenarios
+from state_machine import DEPTHS, Violation, run_scenarios
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
@@ -27,11 +27,15 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
     assert counts["operations"] >= num_ops
     # A driver that never gets to the hard places proves nothing about them.
     if num_ops >= 100_000:
-        assert counts["scenarios"] >= num_ops // 125
-        for event in ("chunks", "hit tokens", "length", "stop", "preemptions"):
-            assert counts[event] >= num_ops // 500, event
-        for event in ("aborts", "error", "resets"):
-            assert counts[event] >= num_ops // 2000, event
+        assert counts["scenarios"] >= num_ops // 150
+        for depth in DEPTHS:
+            assert counts[f"operations at depth {depth}"] >= num_ops // 4, depth
+        for event in ("chunks", "hit tokens", "length", "stop", "surplus", "waits"):
+            assert counts[event] >= num_ops // 200, event
+        for event in ("aborts", "error", "preemptions", "resets", "rows left to gather"):
+            assert counts[event] >= num_ops // 1000, event
+        for event in ("aborts in flight", "resets in flight", "writes to another's block"):
+            assert counts[event] >= num_ops // 4000, event
 
 
 class CollidingBlockManager(BlockManager):
@@ -167,14 +171,16 @@ class RefusesChunks(Scheduler):
 
 
 class SkipsAheadInChunks(Scheduler):
-    def _advance(self, batch):
-        super()._advance(batch)
-        self.table.num_cached_tokens[batch.rows[~batch.is_sampled]] += 1
+    def schedule(self):
+        batch = super().schedule()
+        if batch is not None:
+            self.table.num_cached_tokens[batch.rows[~batch.is_sampled]] += 1
+        return batch
 
 
 class SamplesEveryChunk(Scheduler):
-    def _build_batch(self, *args):
-        batch = super()._build_batch(*args)
+    def _build_prefill(self, *args):
+        batch = super()._build_prefill(*args)
         return replace(batch, is_sampled=np.ones(batch.num_seqs, np.bool_))
 
 
@@ -226,6 +232,108 @@ class ResetsOnlyTheQueues(Scheduler):
             super().reset()
 
 
+# -- with steps in flight --------------------------------------------------------------------------
+
+
+class PublishesUnreadTokens(Scheduler):
+    """What a step in flight will fill is hashed with whatever stands where its token will."""
+
+    def update(self, batch, token_ids):
+        finished = super().update(batch, token_ids)
+        for seq in self.running:
+            num_tokens, num_launched = seq.num_tokens, seq.num_cached_tokens
+            self.table.num_tokens[seq.row] = num_launched
+            self.block_manager.publish(seq, 0, num_launched // self.block_size)
+            self.table.num_tokens[seq.row] = num_tokens
+        return finished
+
+
+class PublishesForTheNextOwner(Scheduler):
+    def _publish(self, batch, is_here):
+        rows = self.table.seq_ids[batch.rows]
+        super()._publish(batch, rows >= 0)
+
+
+class KeepsSurplusTokens(Scheduler):
+    def update(self, batch, token_ids):
+        rows = self.table.seq_ids[batch.rows]
+        return super().update(replace(batch, seq_ids=rows), token_ids)
+
+
+class PreemptsWithAStepInFlight(Scheduler):
+    def _schedule_decode(self):
+        num_inflight_steps, self._num_inflight_steps = self._num_inflight_steps, 0
+        batch = super()._schedule_decode()
+        self._num_inflight_steps = num_inflight_steps
+        return batch
+
+
+class ForgetsUnreadTokensAtTheEnd(Scheduler):
+    """Decodes on until the end has been read back."""
+
+    def _schedule_decode(self):
+        self.table.stop_len += 1
+        batch = super()._schedule_decode()
+        self.table.stop_len -= 1
+        return batch
+
+
+class NeverOverlaps(Scheduler):
+    def schedule(self):
+        return None if self._num_inflight_steps else super().schedule()
+
+
+class NotesNewBlocks(Scheduler):
+    """Not broken: it remembers for each row the block that the device has yet to hear of."""
+
+    def reset(self):
+        super().reset()
+        self.new_blocks = {}
+        append_block = self.block_manager.append_block
+
+        def append_and_note(row):
+            is_added = append_block(row)
+            if is_added:
+                self.new_blocks[row] = self.table.sequences[row].block_table[-1]
+            return is_added
+
+        self.block_manager.append_block = append_and_note
+
+    def _admit(self, seq, num_holders):
+        is_admitted = super()._admit(seq, num_holders)
+        if is_admitted:
+            self.new_blocks.pop(seq.row, None)
+        return is_admitted
+
+    def _build_decode(self, rows, starts, new_blocks):
+        noted = [self.new_blocks.pop(row, -1) for row in rows.tolist()]
+        return super()._build_decode(rows, starts, np.array(noted, np.int32))
+
+
+class RepeatsNewBlocks(NotesNewBlocks):
+    def _build_decode(self, rows, starts, new_blocks):
+        noted = [self.new_blocks.get(row, -1) for row in rows.tolist()]
+        return Scheduler._build_decode(self, rows, starts, np.array(noted, np.int32))
+
+
+class LeavesNewBlocksToTheNextOwner(NotesNewBlocks):
+    """One was added, none was left for another row, and the row was freed before the next step."""
+
+    def _admit(self, seq, num_holders):
+        return Scheduler._admit(self, seq, num_holders)
+
+
+class LosesNewBlocksOfACallThatGaveUp(NotesNewBlocks):
+    def _schedule_decode(self):
+        self.new_blocks.clear()
+        return super()._schedule_decode()
+
+
+def test_driver_accepts_another_way_to_remember_new_blocks() -> None:
+    """So that the classes derived from it fail for the bug alone."""
+    run_scenarios(7, 20_000, NotesNewBlocks)
+
+
 BROKEN_MANAGERS = [
     IgnoresTheParent,
     TrustsTheHash,
@@ -252,16 +360,25 @@ BROKEN_SCHEDULERS = [
     KeepsTheBadToken,
     AbortsWithoutFreeing,
     ResetsOnlyTheQueues,
+    PublishesUnreadTokens,
+    PublishesForTheNextOwner,
+    KeepsSurplusTokens,
+    PreemptsWithAStepInFlight,
+    ForgetsUnreadTokensAtTheEnd,
+    NeverOverlaps,
+    RepeatsNewBlocks,
+    LeavesNewBlocksToTheNextOwner,
+    LosesNewBlocksOfACallThatGaveUp,
 ]
 
 
 @pytest.mark.parametrize("broken", BROKEN_MANAGERS)
 def test_driver_catches_a_planted_block_manager_bug(broken: type[BlockManager]) -> None:
     with pytest.raises(Violation):
-        run_scenarios(7, 20_000, scheduler_with(broken))
+        run_scenarios(7, 60_000, scheduler_with(broken))
 
 
 @pytest.mark.parametrize("broken", BROKEN_SCHEDULERS)
 def test_driver_catches_a_planted_scheduler_bug(broken: type[Scheduler]) -> None:
     with pytest.raises(Violation):
-        run_scenarios(7, 20_000, broken)
+        run_scenarios(7, 60_000, broken)

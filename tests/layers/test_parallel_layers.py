@@ -1,0 +1,161 @@
+"""Sharded layers on two CPU ranks give what one rank gives; sizes need not be powers of two."""
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+
+from nanovllm.kernels.linear import NormInput, normalize
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    shard_size,
+)
+from nanovllm.utils import distributed
+from nanovllm.utils.context import Context, use_context
+
+HIDDEN, HEAD_DIM, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 24, 10, 6, 2, 28, 37
+
+
+def random_weights():
+    """The checkpoint's tensors, the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "q": draw(HEADS * HEAD_DIM, HIDDEN),
+        "k": draw(KV_HEADS * HEAD_DIM, HIDDEN),
+        "v": draw(KV_HEADS * HEAD_DIM, HIDDEN),
+        "q_bias": draw(HEADS * HEAD_DIM),
+        "k_bias": draw(KV_HEADS * HEAD_DIM),
+        "v_bias": draw(KV_HEADS * HEAD_DIM),
+        "o": draw(HIDDEN, HEADS * HEAD_DIM),
+        "o_bias": draw(HIDDEN),
+        "gate": draw(INTERMEDIATE, HIDDEN),
+        "up": draw(INTERMEDIATE, HIDDEN),
+        "embedding": draw(VOCAB, HIDDEN),
+        "norm": draw(HIDDEN),
+        "x": draw(5, HIDDEN),
+        "heads": draw(5, HEADS * HEAD_DIM),
+    }
+
+
+def load(param, tensor, shard_id=None):
+    param.weight_loader(param, tensor, shard_id)
+
+
+def check_column_parallel(w, rank, size):
+    x = NormInput(w["x"], torch.ones(HIDDEN), 1e-6)
+    normed = normalize(x)
+    for bias in (False, True):
+        layer = QKVParallelLinear(HIDDEN, HEAD_DIM, HEADS, KV_HEADS, bias)
+        for part in "qkv":
+            load(layer.weight, w[part], part)
+            if bias:
+                load(layer.bias, w[f"{part}_bias"], part)
+        assert (layer.num_heads, layer.num_kv_heads) == (HEADS // size, KV_HEADS // size)
+        biases = [w[f"{part}_bias"] if bias else None for part in "qkv"]
+        full = [F.linear(normed, w[part], b) for part, b in zip("qkv", biases, strict=True)]
+        expected = torch.cat([part.chunk(size, -1)[rank] for part in full], -1)
+        out, left_to_apply = layer(x)
+        assert left_to_apply is None
+        torch.testing.assert_close(out, expected)
+    mlp = MergedColumnParallelLinear(HIDDEN, [INTERMEDIATE, INTERMEDIATE])
+    load(mlp.weight, w["gate"], 0)
+    load(mlp.weight, w["up"], 1)
+    expected = F.silu(F.linear(normed, w["gate"])) * F.linear(normed, w["up"])
+    torch.testing.assert_close(mlp.silu_mul(x), expected.chunk(size, -1)[rank])
+
+
+def check_row_parallel(w, rank, size):
+    """The bias is added once, the residual stream gets the sum and is itself left alone."""
+    local = w["heads"].chunk(size, -1)[rank]
+    for bias in (False, True):
+        layer = RowParallelLinear(HEADS * HEAD_DIM, HIDDEN, bias)
+        load(layer.weight, w["o"])
+        if bias:
+            load(layer.bias, w["o_bias"])
+        residual = w["x"].clone()
+        out = layer(local, residual, w["norm"], 1e-6)
+        expected = F.linear(w["heads"], w["o"], w["o_bias"] if bias else None) + w["x"]
+        torch.testing.assert_close(out.hidden, expected)
+        torch.testing.assert_close(normalize(out), F.rms_norm(expected, (HIDDEN,), w["norm"], 1e-6))
+        assert torch.equal(residual, w["x"])
+
+
+def check_embedding_and_head(w, rank, size):
+    embedding = VocabParallelEmbedding(VOCAB, HIDDEN)
+    load(embedding.weight, w["embedding"])
+    ids = torch.tensor([0, VOCAB - 1, 18, 19, 20, 0], dtype=torch.int32)
+    assert torch.equal(embedding(ids), w["embedding"][ids])
+    head = ParallelLMHead(VOCAB, HIDDEN, embedding.weight)
+    assert head.weight is embedding.weight
+    for rows in (None, torch.tensor([4, 0]), torch.tensor([2], dtype=torch.int32)):
+        slots = torch.zeros(5, dtype=torch.int32)
+        with use_context(Context(is_prefill=True, slot_mapping=slots, logits_indices=rows)):
+            logits = head(w["x"])
+        if rank > 0:
+            assert logits is None
+            continue
+        wanted = w["x"] if rows is None else w["x"][rows.long()]
+        torch.testing.assert_close(logits, wanted @ w["embedding"].T)
+
+
+def check_all(rank: int, size: int, init_method: str) -> None:
+    distributed.init(rank, size, init_method, "gloo", torch.device("cpu"))
+    weights = random_weights()
+    for check in (check_column_parallel, check_row_parallel, check_embedding_and_head):
+        check(weights, rank, size)
+    distributed.destroy()
+
+
+def test_one_rank():
+    check_all(0, 1, "unused")
+
+
+def test_two_ranks(tmp_path):
+    mp.spawn(check_all, (2, f"file://{tmp_path}/rendezvous"), nprocs=2)
+
+
+def test_padding_of_the_vocabulary_has_no_logits(monkeypatch):
+    """37 tokens on 2 ranks are 19 and 18: the row without a token must not be seen by a sampler."""
+    parts = []
+    monkeypatch.setattr(distributed, "gather_to_rank0", lambda x: torch.cat((x, parts[0]), -1))
+    weights = random_weights()
+    for rank in (1, 0):
+        monkeypatch.setattr(distributed, "_group", distributed._Group(rank, 2))
+        head = ParallelLMHead(VOCAB, HIDDEN)
+        head.weight.data.fill_(float("nan"))
+        load(head.weight, weights["embedding"])
+        assert head.weight.shape == (19, HIDDEN) and head.weight.isfinite().all()
+        parts.append(F.linear(weights["x"], head.weight))
+    with use_context(Context(is_prefill=False, slot_mapping=torch.zeros(5, dtype=torch.int32))):
+        logits = head(weights["x"])
+    torch.testing.assert_close(logits, weights["x"] @ weights["embedding"].T)
+
+
+def test_layers_keep_the_group_they_were_built_in(monkeypatch):
+    """An engine of one rank goes on by itself when another of its process forms a group."""
+    layer, embedding = RowParallelLinear(6, 4), VocabParallelEmbedding(9, 4)
+    head = ParallelLMHead(9, 4)
+    for param in (layer.weight, embedding.weight, head.weight):
+        param.data.normal_()
+    monkeypatch.setattr(distributed, "_group", distributed._Group(0, 2))
+    for function in ("all_reduce", "gather_to_rank0"):
+        monkeypatch.setattr(distributed, function, lambda *_: pytest.fail("communication"))
+    layer(torch.randn(3, 6), torch.randn(3, 4), torch.ones(4), 1e-6)
+    embedding(torch.tensor([1, 8]))
+    with use_context(Context(is_prefill=False, slot_mapping=torch.zeros(3, dtype=torch.int32))):
+        assert head(torch.randn(3, 4)).shape == (3, 9)
+
+
+def test_size_that_does_not_divide_is_refused_with_the_numbers(monkeypatch):
+    monkeypatch.setattr(distributed, "_group", distributed._Group(0, 4))
+    with pytest.raises(ValueError, match="tensor_parallel_size: got 4.*heads = 6"):
+        shard_size("heads", 6)
+    with pytest.raises(ValueError, match="num_key_value_heads = 2"):
+        QKVParallelLinear(HIDDEN, HEAD_DIM, 8, KV_HEADS)
