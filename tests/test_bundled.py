@@ -37,7 +37,7 @@ def test_folder_is_small_and_complete():
 
 
 def test_40_prompts_equal_transformers(llm):
-    """Chat questions and plain text, 32 greedy tokens each: all equal, log-probabilities to 1e-4."""
+    """Chat questions and plain text, 32 greedy tokens each: all equal, logprobs to 1e-4."""
     hf = load_hf(BUNDLED, torch.float32)
     questions = [
         "introduce yourself",

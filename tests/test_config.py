@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,12 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
 }
+FLAGS = {"enforce_eager": False, "overlap": True}  # field -> default
+
+
+def test_no_knob_is_missing_here():
+    others = {"model", "gpu_memory_utilization", "attention_backend"}
+    assert {field.name for field in fields(Config)} == others.union(INTEGERS, CHOICES, FLAGS)
 
 
 def test_defaults():
@@ -33,7 +39,8 @@ def test_defaults():
     }
     assert {getattr(config, name) for name in CHOICES} == {"auto"}
     assert config.attention_backend == "auto"
-    assert (config.gpu_memory_utilization, config.enforce_eager) == (0.9, False)
+    assert {name: getattr(config, name) for name in FLAGS} == FLAGS
+    assert config.gpu_memory_utilization == 0.9
 
 
 @pytest.mark.parametrize("name", INTEGERS)
@@ -85,10 +92,13 @@ def test_utilization_of_another_type_is_a_type_error(value):
         Config("m", gpu_memory_utilization=value)
 
 
-@pytest.mark.parametrize("value", [0, 1, None, "no", np.False_])
-def test_enforce_eager_is_a_bool(value):
-    with pytest.raises(TypeError, match="^enforce_eager: got .*, needs True or False"):
-        Config("m", enforce_eager=value)
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_bools(name):
+    for value in (True, False):
+        assert getattr(Config("m", **{name: value}), name) is value
+    for value in (0, 1, None, "no", np.False_):
+        with pytest.raises(TypeError, match=f"^{name}: got .*, needs True or False"):
+            Config("m", **{name: value})
 
 
 @pytest.mark.parametrize("name", CHOICES)

@@ -1,4 +1,4 @@
-"""The engine end to end on the CPU: equal to transformers, and equal to itself however it is run."""
+"""The engine end to end on the CPU: equal to transformers, and to itself however it is run."""
 
 import itertools
 

@@ -63,7 +63,6 @@ class TritonBackend(AttentionBackend):
             v,
             ctx.cu_seqlens_q,
             ctx.cu_seqlens_k,
-            ctx.max_seqlen_q,
             q.size(-1) ** -0.5,
             ctx.block_tables,
         )

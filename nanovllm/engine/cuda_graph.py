@@ -18,7 +18,8 @@ from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import (
     InputBatch,
     PrefillShape,
-    decode_rows,
+    decode_arrays,
+    packed_size,
     prefill_arrays,
     prefill_inputs,
     to_device,
@@ -70,16 +71,16 @@ class DecodeGraphs:
         """
         self.sizes = bucket_sizes(max_num_seqs)
         self._device = device
-        self._inputs = {
-            size: torch.full((2, size), -1, dtype=torch.int32, device=device) for size in self.sizes
-        }
         # What each bucket's inputs hold: a step like the last one sends nothing.
-        self._sent: dict[int, IntArray] = {}
+        self._sent: dict[int, dict[str, IntArray]] = {}
+        self._inputs: dict[int, torch.Tensor] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._results: dict[int, StepResult] = {}
         for size in reversed(self.sizes):
-            rows, new_blocks = self._inputs[size].unbind()
-            captured = functools.partial(step, rows, new_blocks)
+            self._sent[size] = arrays = decode_arrays(_empty_batch(is_prefill=False), size)
+            buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=device)
+            captured = functools.partial(step, **to_device(arrays, device, buffer))
+            self._inputs[size] = buffer
             self._graphs[size], self._results[size] = _capture(captured, pool, keep_logits)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
@@ -91,11 +92,10 @@ class DecodeGraphs:
         size = next((size for size in self.sizes if size >= n), None)
         if size is None:
             return None
-        rows = decode_rows(batch, size)
-        sent = self._sent.get(size)
-        if sent is None or not np.array_equal(rows, sent):
-            to_device({"": rows}, self._device, self._inputs[size].view(-1))
-            self._sent[size] = rows
+        arrays, sent = decode_arrays(batch, size), self._sent[size]
+        if any(not np.array_equal(a, sent[name]) for name, a in arrays.items()):
+            to_device(arrays, self._device, self._inputs[size])
+            self._sent[size] = arrays
         self._graphs[size].replay()
         tokens, logits = self._results[size]
         return StepResult(tokens[:n], None if logits is None else logits[:n])
@@ -131,9 +131,8 @@ class PrefillGraphs:
         self._results: dict[PrefillShape, StepResult] = {}
         self._inputs: dict[PrefillShape, torch.Tensor] = {}
         for shape in reversed(self._shapes):
-            arrays = prefill_arrays(_empty_prefill(), shape, self._block_size)
-            total = sum(a.size for a in arrays.values())
-            buffer = torch.empty(total, dtype=torch.int32, device=self._device)
+            arrays = prefill_arrays(_empty_batch(is_prefill=True), shape, self._block_size)
+            buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=self._device)
             tensors = to_device(arrays, self._device, buffer)
             lens = [shape.num_tokens]  # an upper bound: the lengths are read on the device
 
@@ -163,11 +162,11 @@ class PrefillGraphs:
         return StepResult(tokens[:n], None if logits is None else logits[:n])
 
 
-def _empty_prefill() -> ScheduledBatch:
-    """A prefill of nothing: padded, it is all padding."""
+def _empty_batch(is_prefill: bool) -> ScheduledBatch:
+    """A step of nothing: padded, it is all padding."""
     ints, flags = np.zeros(0, np.int32), np.zeros(0, np.bool_)
     return ScheduledBatch(
-        is_prefill=True,
+        is_prefill=is_prefill,
         rows=ints,
         seq_ids=ints.astype(np.int64),
         num_cached_tokens=ints,

@@ -17,6 +17,10 @@ from nanovllm.engine.sequence import IntArray, ScheduledBatch
 from nanovllm.kernels.decode_step import DecodeInputs
 from nanovllm.utils.context import Context
 
+# int32 values. Kernels are compiled for what a pointer's alignment lets them assume: with every
+# array aligned, which compilation is used never depends on what else is in the batch.
+_ALIGNMENT = 16
+
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
@@ -59,7 +63,6 @@ def prefill_arrays(
     tables[: batch.num_seqs, : batch.block_tables.shape[1]] = batch.block_tables
     n, m = shape.num_tokens, shape.num_seqs
     return {
-        # int64 first, so that the views stay aligned.
         "seeds": _pad(batch.seeds, m, 0).view(np.int32),
         "sampled_seeds": _pad(batch.seeds[is_sampled], m, 0).view(np.int32),
         "input_ids": _pad(batch.input_ids, n, 0),
@@ -164,26 +167,39 @@ def build_decode(
     )
 
 
-def decode_rows(batch: ScheduledBatch, num_rows: int) -> IntArray:
-    """int32 [2, num_rows]: the batch's rows and new blocks, padded with -1."""
-    return np.stack((_pad(batch.rows, num_rows, -1), _pad(batch.new_blocks, num_rows, -1)))
+def decode_arrays(batch: ScheduledBatch, num_seqs: int) -> dict[str, IntArray]:
+    """Everything a decode sends to the device: int32 [num_seqs] each, padded with -1."""
+    return {
+        "rows": _pad(batch.rows, num_seqs, -1),
+        "new_blocks": _pad(batch.new_blocks, num_seqs, -1),
+    }
 
 
 def to_device(
     arrays: dict[str, IntArray], device: torch.device, out: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
-    """int32 arrays as tensors of the same shapes, in one copy: into out [sum of sizes], or new."""
-    sizes = [a.size for a in arrays.values()]
+    """int32 arrays as tensors of the same shapes, in one copy: into out [packed_size], or new."""
     # A fresh buffer each step: torch's caching host allocator reuses a pinned one only after the
     # copy that reads it has finished, so no step overwrites what is still being sent.
-    host = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
-    np.concatenate([a.ravel() for a in arrays.values()], out=host.numpy())
+    host = torch.empty(packed_size(arrays), dtype=torch.int32, pin_memory=device.type == "cuda")
+    packed, at, places = host.numpy(), 0, {}
+    for name, a in arrays.items():
+        packed[at : at + a.size] = a.ravel()
+        places[name] = at
+        at += -(-a.size // _ALIGNMENT) * _ALIGNMENT
     if out is None:
         out = host.to(device, non_blocking=True)
     else:
         out.copy_(host, non_blocking=True)
-    parts = out.split(sizes)
-    return {name: part.view(a.shape) for (name, a), part in zip(arrays.items(), parts, strict=True)}
+    return {
+        name: out[at : at + arrays[name].size].view(arrays[name].shape)
+        for name, at in places.items()
+    }
+
+
+def packed_size(arrays: dict[str, IntArray]) -> int:
+    """Length of the buffer in which to_device packs these arrays."""
+    return sum(-(-a.size // _ALIGNMENT) * _ALIGNMENT for a in arrays.values())
 
 
 def _pad(a: npt.NDArray[Any], size: int, value: int) -> npt.NDArray[Any]:

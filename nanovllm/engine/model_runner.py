@@ -122,6 +122,8 @@ class ModelRunner:
         )
         self.num_blocks = self._size_pool(shape)
         self.pool = kv_cache.allocate(self.model, shape, self.num_blocks, self.backend, self.device)
+        if self.device.type == "cuda":
+            self._compile_prefills()
         self._capture_graphs()
 
     @torch.inference_mode()
@@ -137,10 +139,10 @@ class ModelRunner:
     def _build(self, batch: ScheduledBatch) -> InputBatch:
         if batch.is_prefill:
             return input_batch.build_prefill(batch, self.state)
-        rows = input_batch.decode_rows(batch, batch.num_seqs)
+        arrays = input_batch.decode_arrays(batch, batch.num_seqs)
         max_context_len = int(batch.num_cached_tokens.max()) + 1
-        at, new_blocks = input_batch.to_device({"": rows}, self.device)[""].unbind()
-        return input_batch.build_decode(at, new_blocks, self.state, max_context_len)
+        t = input_batch.to_device(arrays, self.device)
+        return input_batch.build_decode(t["rows"], t["new_blocks"], self.state, max_context_len)
 
     def _forward(self, inputs: InputBatch, all_greedy: bool = False) -> StepResult:
         with use_context(inputs.context):
@@ -214,6 +216,21 @@ class ModelRunner:
         self.launch(_warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
     @torch.inference_mode()
+    def _compile_prefills(self) -> None:
+        """Run each kind of prefill once, so that no kernel is compiled while a user waits.
+
+        With and without cached context, few sequences and many; what is written lies in slots and
+        rows that nobody owns yet.
+        """
+        length = min(16, self.max_model_len - 1)
+        for num_seqs in {min(2, self.num_rows), min(65, self.num_rows)}:
+            for num_cached in (0, 1):
+                batch = _warm_up_batch(
+                    [length] * num_seqs, self.config.kvcache_block_size, num_cached
+                )
+                self._forward(self._build(batch))
+
+    @torch.inference_mode()
     def _capture_graphs(self) -> None:
         config = self.config
         if self.device.type != "cuda" or config.enforce_eager or not self.backend.is_graph_safe:
@@ -258,21 +275,21 @@ def select_dtype(config: Config, hf_config: Any, device: torch.device) -> torch.
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
-def _warm_up_batch(seq_lens: list[int], block_size: int) -> ScheduledBatch:
-    """A prefill of zeros with these lengths and random sampling; no cache is bound yet."""
+def _warm_up_batch(seq_lens: list[int], block_size: int, num_cached: int = 0) -> ScheduledBatch:
+    """A prefill of zeros with these lengths after num_cached tokens, sampled at random."""
     lens = np.array(seq_lens, np.int32)
     n = len(lens)
     return ScheduledBatch(
         is_prefill=True,
         rows=np.arange(n, dtype=np.int32),
         seq_ids=np.arange(n),
-        num_cached_tokens=np.zeros(n, np.int32),
+        num_cached_tokens=np.full(n, num_cached, np.int32),
         num_scheduled_tokens=lens,
         is_sampled=np.ones(n, np.bool_),
         all_greedy=False,
         new_blocks=np.empty(0, np.int32),
         input_ids=np.zeros(lens.sum(), np.int32),
-        block_tables=np.zeros((n, -(-int(lens.max()) // block_size)), np.int32),
+        block_tables=np.zeros((n, -(-(int(lens.max()) + num_cached) // block_size)), np.int32),
         temperatures=np.ones(n, np.float32),
         seeds=np.zeros(n, np.int64),
     )

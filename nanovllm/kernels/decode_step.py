@@ -26,13 +26,15 @@ class DecodeInputs:
 
     @classmethod
     def empty(cls, n: int, max_num_blocks: int, device: torch.device) -> "DecodeInputs":
-        ints = torch.empty(4, n, dtype=torch.int32, device=device)
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
         return cls(
-            input_ids=ints[0],
-            positions=ints[1],
-            slot_mapping=ints[2],
-            context_lens=ints[3],
-            block_tables=torch.empty(n, max_num_blocks, dtype=torch.int32, device=device),
+            input_ids=ints(n),
+            positions=ints(n),
+            slot_mapping=ints(n),
+            context_lens=ints(n),
+            block_tables=ints(n, max_num_blocks),
             temperatures=torch.empty(n, dtype=torch.float32, device=device),
             seeds=torch.empty(n, dtype=torch.int64, device=device),
         )
@@ -173,7 +175,7 @@ def append_tokens_ref(
     num_tokens[rows] += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _append_tokens_kernel(
     rows_ptr, tokens_ptr, last_tokens_ptr, num_tokens_ptr, n, BLOCK: tl.constexpr
 ):

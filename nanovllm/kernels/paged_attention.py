@@ -16,23 +16,15 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.launch import (
-    cdiv,
-    gdc_launch_dependents,
-    gdc_wait,
-    gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_ref
 
 FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs more than a launch
 LOG2_E = 1.4426950408889634
 
-# batch up to: (keys a tile for 2-byte heads of 128, warps, stages)
-_CONFIGS = {16: (64, 4, 2), 64: (64, 4, 3), 1 << 30: (128, 4, 3)}
+# batch up to: (programs an SM to split for, keys a tile for 2-byte heads of 128, warps, stages)
+_CONFIGS = {8: (4, 64, 4, 2), 16: (2, 64, 4, 2), 64: (4, 64, 4, 3), 1 << 30: (4, 128, 4, 3)}
 _MAX_SPLITS = 64
 
 
@@ -45,13 +37,17 @@ class DecodeWorkspace:
     counters: torch.Tensor  # int32 [max_batch * num_kv_heads] splits arrived; 0 between calls
 
 
+def _config(batch: int) -> tuple[int, int, int, int]:
+    return next(config for limit, config in _CONFIGS.items() if batch <= limit)
+
+
 def decode_splits(batch: int, num_kv_heads: int, max_context: int, num_sms: int) -> int:
-    """Programs a (sequence, kv head): about four an SM at small batch; where the batch alone fills
-    the GPU, enough that one long context among short ones does not end the launch alone."""
-    fill = max(4 * num_sms // (batch * num_kv_heads), 1)
-    long = cdiv(max_context, 8192)
-    splits = max(1 << (fill.bit_length() - 1), next_power_of_2(long))
-    return min(splits, _MAX_SPLITS, next_power_of_2(cdiv(max_context, 16)))
+    """Programs a (sequence, kv head): enough to fill the SMs at small batch; where the batch alone
+    does, enough that one long context among short ones does not end the launch alone."""
+    fill = max(_config(batch)[0] * num_sms // (batch * num_kv_heads), 1)
+    long = launch.cdiv(max_context, 8192)
+    splits = max(1 << (fill.bit_length() - 1), launch.next_power_of_2(long))
+    return min(splits, _MAX_SPLITS, launch.next_power_of_2(launch.cdiv(max_context, 16)))
 
 
 def decode_workspace(
@@ -63,11 +59,13 @@ def decode_workspace(
     device: torch.device,
 ) -> DecodeWorkspace:
     """Scratch for every batch up to max_batch and every context up to max_context."""
-    sms = gpu(device).num_sms
+    sms = launch.gpu(device).num_sms
     splits = [decode_splits(b, num_kv_heads, max_context, sms) for b in range(1, max_batch + 1)]
     rows = max(b * s if s > 1 else 0 for b, s in enumerate(splits, 1)) * num_heads
     return DecodeWorkspace(
-        partial=torch.empty(rows * next_power_of_2(head_dim), dtype=torch.float32, device=device),
+        partial=torch.empty(
+            rows * launch.next_power_of_2(head_dim), dtype=torch.float32, device=device
+        ),
         stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
         counters=torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
     )
@@ -86,7 +84,7 @@ def paged_decode_attention_ref(
     for row, length in enumerate(context_lens.tolist()):
         if length == 0:
             continue
-        blocks = block_tables[row, : cdiv(length, block_size)].long()
+        blocks = block_tables[row, : launch.cdiv(length, block_size)].long()
         k = k_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [Hkv, length, D]
         v = v_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)
         grouped = q[row].unflatten(0, (num_kv_heads, -1))  # [Hkv, group, D]
@@ -123,14 +121,9 @@ def fused_decode_attention_ref(
 
 @triton.jit
 def _kv_offsets(
-    table_ptr,
-    start,
-    end,
-    block_stride,
-    slot_stride,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    table_ptr, start, end, block_stride, slot_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Cache offsets of keys start .. start + BLOCK_N - 1. start is a multiple of BLOCK_N, so a tile
     lies in one block if BLOCK_N divides the block size; else each key looks its block up."""
     key = start + tl.arange(0, BLOCK_N)
@@ -155,87 +148,67 @@ def _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2):
 
 
 @triton.jit
-def _merge_row(
-    partial_ptr,
-    stats_ptr,
-    row,
-    num_splits,
-    GROUP: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Combine the partial results of one query head; split s left its own in row + s * GROUP.
-    All partials of a step are in flight at once; the statistics first would be a round trip more."""
-    total_max = -float("inf")
-    total_sum = 0.0
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for first in tl.static_range(0, SPLITS, STEP):
+def _merge_two(
+    partial_ptr, stats_ptr, row_a, row_b, num_splits,
+    GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Combine the partial results of two query heads; split s left its own in row + s * GROUP.
+    All loads of a step are in flight at once: the statistics first would add a round trip."""
+    dim = tl.arange(0, BLOCK_D)[None, :]
+    max_a = -float("inf")
+    max_b = -float("inf")
+    sum_a = 0.0
+    sum_b = 0.0
+    acc_a = tl.zeros([BLOCK_D], tl.float32)
+    acc_b = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_splits, STEP):
         split = first + tl.arange(0, STEP)
         live = split < num_splits
-        rows = row + split * GROUP
-        part_max = tl.load(stats_ptr + rows * 2, live, -float("inf"), cache_modifier=".cg")
-        part_sum = tl.load(stats_ptr + rows * 2 + 1, live, 0.0, cache_modifier=".cg")
-        part = tl.load(
-            partial_ptr + rows[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :],
-            mask=live[:, None],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_max = tl.maximum(total_max, tl.max(part_max, 0))
-        weight = tl.exp2(part_max - new_max)
-        rescale = tl.exp2(total_max - new_max)
-        total_sum = total_sum * rescale + tl.sum(part_sum * weight, 0)
-        acc = acc * rescale + tl.sum(part * weight[:, None], 0)
-        total_max = new_max
-    return acc / total_sum
+        a = row_a + split * GROUP
+        b = row_b + split * GROUP
+        part_max_a = tl.load(stats_ptr + a * 2, live, -float("inf"), cache_modifier=".cg")
+        part_max_b = tl.load(stats_ptr + b * 2, live, -float("inf"), cache_modifier=".cg")
+        part_sum_a = tl.load(stats_ptr + a * 2 + 1, live, 0.0, cache_modifier=".cg")
+        part_sum_b = tl.load(stats_ptr + b * 2 + 1, live, 0.0, cache_modifier=".cg")
+        a_ptr = partial_ptr + a[:, None] * BLOCK_D + dim
+        b_ptr = partial_ptr + b[:, None] * BLOCK_D + dim
+        part_a = tl.load(a_ptr, live[:, None], 0.0, cache_modifier=".cg")
+        part_b = tl.load(b_ptr, live[:, None], 0.0, cache_modifier=".cg")
+        new_a = tl.maximum(max_a, tl.max(part_max_a, 0))
+        new_b = tl.maximum(max_b, tl.max(part_max_b, 0))
+        weight_a = tl.exp2(part_max_a - new_a)
+        weight_b = tl.exp2(part_max_b - new_b)
+        rescale_a = tl.exp2(max_a - new_a)
+        rescale_b = tl.exp2(max_b - new_b)
+        sum_a = sum_a * rescale_a + tl.sum(part_sum_a * weight_a, 0)
+        sum_b = sum_b * rescale_b + tl.sum(part_sum_b * weight_b, 0)
+        acc_a = acc_a * rescale_a + tl.sum(part_a * weight_a[:, None], 0)
+        acc_b = acc_b * rescale_b + tl.sum(part_b * weight_b[:, None], 0)
+        max_a = new_a
+        max_b = new_b
+    return acc_a / sum_a, acc_b / sum_b
 
 
 @triton.jit
 def _paged_attention_kernel(
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    context_lens_ptr,
-    out_ptr,
-    partial_ptr,
-    stats_ptr,
-    counters_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    cos_sin_ptr,
-    scale_log2,
-    eps,
-    q_stride,
-    out_stride,
-    table_stride,
-    block_stride,
-    slot_stride,
-    head_stride,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_CHUNK: tl.constexpr,
-    MERGE_STEP: tl.constexpr,
-    FUSED: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, context_lens_ptr, out_ptr, partial_ptr,
+    stats_ptr, counters_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, scale_log2, eps, q_stride,
+    out_stride, table_stride, block_stride, slot_stride, head_stride,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MIN_CHUNK: tl.constexpr,
+    MERGE_STEP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     head = tl.program_id(0)
     split = tl.program_id(1)
     seq = tl.program_id(2)
     num_kv_heads = tl.num_programs(0)
+    max_splits = tl.num_programs(1)
     context_len = tl.load(context_lens_ptr + seq)
     num_keys = context_len  # to be read from the cache
     if FUSED:
         num_keys = tl.maximum(context_len - 1, 0)
-    chunk = tl.cdiv(tl.cdiv(num_keys, SPLITS), BLOCK_N) * BLOCK_N
+    chunk = tl.cdiv(tl.cdiv(num_keys, max_splits), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, MIN_CHUNK)
     num_splits = tl.maximum(tl.cdiv(num_keys, chunk), 1)
     if PDL:
@@ -248,7 +221,14 @@ def _paged_attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     in_dim = dim < HEAD_DIM
     head_offset = head * head_stride + dim
-    if FUSED:  # the first tile is older than this step: load it while the qkv linear still runs
+    row = tl.arange(0, BLOCK_M)
+    dtype = k_cache_ptr.dtype.element_ty
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if FUSED:
+        # All that is older than this step is loaded while the qkv linear still runs: the first
+        # tile, the norm weights, the angles, the newest token's block. Rotate-half needs each
+        # dimension's partner in the other half. Rows below GROUP are query heads, row GROUP is the
+        # new key: one norm and one rotation serve both.
         offset, first_valid = _kv_offsets(
             table_ptr, start, end, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N
         )
@@ -256,23 +236,7 @@ def _paged_attention_kernel(
         in_tile = first_valid[:, None] & in_dim[None, :]
         first_k = tl.load(k_cache_ptr + offset, mask=in_tile, other=0.0)
         first_v = tl.load(v_cache_ptr + offset, mask=in_tile, other=0.0)
-    if PDL:
-        gdc_wait()
-    row = tl.arange(0, BLOCK_M)
-    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    dtype = k_cache_ptr.dtype.element_ty
-    seq_ptr = q_ptr + seq.to(tl.int64) * q_stride
-    if FUSED:
-        # Rows below GROUP are query heads, row GROUP is the new key: one norm, one rotation.
-        HALF: tl.constexpr = HEAD_DIM // 2
-        qk_head = tl.where(row < GROUP, head * GROUP + row, num_kv_heads * GROUP + head)
-        partner = tl.where(dim < HALF, dim + HALF, dim - HALF)  # rotate-half exchanges the halves
-        in_row = (row <= GROUP)[:, None] & in_dim[None, :]
-        x_ptr = seq_ptr + qk_head[:, None] * HEAD_DIM
-        x = tl.load(x_ptr + dim[None, :], mask=in_row, other=0.0).to(tl.float32)
-        x_partner = tl.load(x_ptr + partner[None, :], mask=in_row, other=0.0).to(tl.float32)
+        partner = tl.where(dim < HALF, dim + HALF, dim - HALF)
         is_key = (row == GROUP)[:, None]
         if NORM:
             weight = tl.where(
@@ -285,24 +249,38 @@ def _paged_attention_kernel(
                 tl.load(k_norm_ptr + partner, mask=in_dim, other=0.0)[None, :],
                 tl.load(q_norm_ptr + partner, mask=in_dim, other=0.0)[None, :],
             ).to(tl.float32)
+        position = tl.maximum(context_len - 1, 0)
+        angle_ptr = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + dim % HALF
+        cos = tl.load(angle_ptr, mask=in_dim, other=0.0)[None, :]
+        sin = tl.load(angle_ptr + HALF, mask=in_dim, other=0.0)
+        sin = tl.where(dim < HALF, -sin, sin)[None, :]
+        is_last = (split == num_splits - 1) & (context_len > 0)
+        block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
+        new_slot = block * block_stride + (position % BLOCK_SIZE) * slot_stride
+    if PDL:
+        gdc_wait()
+    row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    seq_ptr = q_ptr + seq.to(tl.int64) * q_stride
+    if FUSED:
+        qk_head = tl.where(row < GROUP, head * GROUP + row, num_kv_heads * GROUP + head)
+        in_row = (row <= GROUP)[:, None] & in_dim[None, :]
+        x_ptr = seq_ptr + qk_head[:, None] * HEAD_DIM
+        x = tl.load(x_ptr + dim[None, :], mask=in_row, other=0.0).to(tl.float32)
+        x_partner = tl.load(x_ptr + partner[None, :], mask=in_row, other=0.0).to(tl.float32)
+        new_v_ptr = seq_ptr + (num_kv_heads * (GROUP + 1) + head) * HEAD_DIM + dim
+        new_v = tl.load(new_v_ptr, mask=in_dim, other=0.0)
+        if NORM:
             rstd = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
             x = ((x * rstd).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
             x_partner = (x_partner * rstd).to(dtype).to(tl.float32) * weight_partner
             x_partner = x_partner.to(dtype).to(tl.float32)
-        position = tl.maximum(context_len - 1, 0)
-        angle_ptr = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + dim % HALF
-        cos = tl.load(angle_ptr, mask=in_dim, other=0.0)
-        sin = tl.load(angle_ptr + HALF, mask=in_dim, other=0.0)
-        sin = tl.where(dim < HALF, -sin, sin)
-        q = (x * cos[None, :] + x_partner * sin[None, :]).to(dtype)
-        if (split == num_splits - 1) & (context_len > 0):
+        q = (x * cos + x_partner * sin).to(dtype)
+        if is_last:
             new_k = tl.sum(tl.where(is_key, q.to(tl.float32), 0.0), 0)
-            v_ptr = seq_ptr + (num_kv_heads * (GROUP + 1) + head) * HEAD_DIM + dim
-            new_v = tl.load(v_ptr, mask=in_dim, other=0.0)
-            block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
-            slot = block * block_stride + (position % BLOCK_SIZE) * slot_stride
-            tl.store(k_cache_ptr + slot + head_offset, new_k.to(dtype), mask=in_dim)
-            tl.store(v_cache_ptr + slot + head_offset, new_v, mask=in_dim)
+            tl.store(k_cache_ptr + new_slot + head_offset, new_k.to(dtype), mask=in_dim)
+            tl.store(v_cache_ptr + new_slot + head_offset, new_v, mask=in_dim)
             row_max = tl.sum(q.to(tl.float32) * new_k[None, :], 1) * scale_log2
             row_sum += 1.0
             acc += new_v.to(tl.float32)[None, :]
@@ -330,14 +308,14 @@ def _paged_attention_kernel(
     live = (row < GROUP)[:, None] & in_dim[None, :]
     result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)
     result_ptr = out_ptr + row[:, None] * HEAD_DIM + dim[None, :]
-    if SPLITS == 1:
+    if not SPLIT:
         tl.store(result_ptr, result.to(dtype), mask=live)
     else:
         if num_splits == 1:
             tl.store(result_ptr, result.to(dtype), mask=live)
             return
         pair = seq * num_kv_heads + head
-        first_row = pair * SPLITS * GROUP
+        first_row = pair * max_splits * GROUP
         rows = first_row + split * GROUP + row
         partial_row_ptr = partial_ptr + rows.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
         tl.store(partial_row_ptr, acc, mask=(row < GROUP)[:, None])
@@ -349,97 +327,66 @@ def _paged_attention_kernel(
         if arrived == num_splits - 1:
             partial_ptr += first_row.to(tl.int64) * BLOCK_D
             stats_ptr += first_row * 2
-            for g in tl.static_range(0, GROUP, 2):  # two at a time, to overlap their loads
-                a = _merge_row(
-                    partial_ptr, stats_ptr, g, num_splits, GROUP, SPLITS, MERGE_STEP, BLOCK_D
+            for g in tl.static_range(0, GROUP, 2):
+                h = min(g + 1, GROUP - 1)
+                a, b = _merge_two(
+                    partial_ptr, stats_ptr, g, h, num_splits, GROUP, MERGE_STEP, BLOCK_D
                 )
-                if g + 1 < GROUP:
-                    b = _merge_row(
-                        partial_ptr,
-                        stats_ptr,
-                        g + 1,
-                        num_splits,
-                        GROUP,
-                        SPLITS,
-                        MERGE_STEP,
-                        BLOCK_D,
-                    )
-                    tl.store(out_ptr + (g + 1) * HEAD_DIM + dim, b.to(dtype), mask=in_dim)
                 tl.store(out_ptr + g * HEAD_DIM + dim, a.to(dtype), mask=in_dim)
+                tl.store(out_ptr + h * HEAD_DIM + dim, b.to(dtype), mask=in_dim)
             tl.store(counters_ptr + pair, 0)
 
 
-def _launch(
-    q: torch.Tensor,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    cos_sin: torch.Tensor | None,
+def _decode(
+    rows: torch.Tensor,
+    num_heads: int,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
-    eps: float,
-    out: torch.Tensor,
+    out: torch.Tensor | None,
     workspace: DecodeWorkspace | None,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    cos_sin: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
+    """rows: q, or packed qkv to be normed, rotated and stored if cos_sin is given."""
+    batch = rows.shape[0]
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
-    batch = q.shape[0]
-    num_heads = out.shape[1]
-    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
-    assert k_cache.stride(3) == out.stride(2) == block_tables.stride(1) == 1
-    assert out.stride(1) == head_dim, out.stride()
-    facts = gpu(q.device)
-    fused = cos_sin is not None
-    group = num_heads // num_kv_heads
     max_context = block_tables.shape[1] * block_size
-    splits = decode_splits(batch, num_kv_heads, max_context, facts.num_sms)
+    if out is None:
+        out = torch.empty((batch, num_heads, head_dim), dtype=rows.dtype, device=rows.device)
     if workspace is None:
         workspace = decode_workspace(
-            batch, num_heads, num_kv_heads, head_dim, max_context, q.device
+            batch, num_heads, num_kv_heads, head_dim, max_context, rows.device
         )
-    block_d = next_power_of_2(head_dim)
+    facts = launch.gpu(rows.device)
+    splits = decode_splits(batch, num_kv_heads, max_context, facts.num_sms)
+    assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+    assert k_cache.stride(3) == block_tables.stride(1) == 1
+    assert out.stride()[1:] == (head_dim, 1), out.stride()
     assert workspace.counters.numel() >= batch * num_kv_heads, workspace.counters.shape
     assert splits == 1 or workspace.stats.numel() >= batch * splits * num_heads * 2, (batch, splits)
-    block_n, warps, stages = next(c for limit, c in _CONFIGS.items() if batch <= limit)
-    block_n = block_n * 128 * 2 // (block_d * q.element_size())
+    fused, group = cos_sin is not None, num_heads // num_kv_heads
+    block_d = launch.next_power_of_2(head_dim)
+    _, block_n, warps, stages = _config(batch)
+    block_n = block_n * 128 * 2 // (block_d * rows.element_size())
     block_n = max(16, min(block_n, 128 if facts.large_shared_memory else 8192 // block_d))
-    full = batch * num_kv_heads * 4 > facts.num_sms * 8  # the batch alone fills the GPU
+    full = batch * num_kv_heads > 2 * facts.num_sms  # the batch alone fills the GPU
     _paged_attention_kernel[(num_kv_heads, splits, batch)](
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        out,
-        workspace.partial,
-        workspace.stats,
-        workspace.counters,
-        q if norms is None else norms[0],
-        q if norms is None else norms[1],
-        cos_sin if fused else workspace.stats,
-        scale * LOG2_E,
-        eps,
-        q.stride(0),
-        out.stride(0),
-        block_tables.stride(0),
+        rows, k_cache, v_cache, block_tables, context_lens, out,
+        workspace.partial, workspace.stats, workspace.counters, q_norm, k_norm, cos_sin,
+        scale * LOG2_E, eps, rows.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3],
-        HEAD_DIM=head_dim,
-        GROUP=group,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, next_power_of_2(group + fused)),
-        BLOCK_D=block_d,
-        BLOCK_N=block_n,
-        SPLITS=splits,
-        MIN_CHUNK=2048 if full else block_n,
-        MERGE_STEP=min(next_power_of_2(splits), max(1024 * warps // block_d, 1)),
-        FUSED=fused,
-        NORM=norms is not None,
-        PDL=facts.pdl,
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
-        launch_pdl=facts.pdl,
-    )
+        HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
+        BLOCK_M=max(16, launch.next_power_of_2(group + fused)), BLOCK_D=block_d, BLOCK_N=block_n,
+        SPLIT=splits > 1, MIN_CHUNK=2048 if full else block_n,
+        MERGE_STEP=8 if splits <= 8 else 1024 * warps // block_d,
+        FUSED=fused, NORM=q_norm is not None, PDL=facts.pdl, STAGES=stages,
+        num_warps=warps, num_stages=stages, launch_pdl=facts.pdl,
+    )  # fmt: skip
     return out
 
 
@@ -463,14 +410,12 @@ def paged_decode_attention(
     workspace: from `decode_workspace`, or None for a new one (small tests).
     Returns out, zero in padding rows.
     """
-    if not use_triton(q) or q.numel() == 0:
+    if not launch.use_triton(q) or q.numel() == 0:
         result = paged_decode_attention_ref(q, k_cache, v_cache, block_tables, context_lens, scale)
         return result if out is None else out.copy_(result)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert q.stride()[1:] == (q.shape[2], 1), q.stride()
-    return _launch(
-        q, None, None, k_cache, v_cache, block_tables, context_lens, scale, 0.0, out, workspace
+    return _decode(
+        q, q.shape[1], k_cache, v_cache, block_tables, context_lens, scale, out, workspace
     )
 
 
@@ -497,25 +442,14 @@ def fused_decode_attention(
         context_lens - 1, is written (nothing in padding rows).
     The rest as in `paged_decode_attention`. Returns out: dtype [B, Hq, D].
     """
-    if not use_triton(qkv) or qkv.numel() == 0:
+    if not launch.use_triton(qkv) or qkv.numel() == 0:
         result = fused_decode_attention_ref(
             qkv, q_norm, k_norm, cos_sin, k_cache, v_cache, block_tables, context_lens, scale, eps
         )
         return result if out is None else out.copy_(result)
     num_kv_heads, head_dim = k_cache.shape[2:]
-    if out is None:
-        shape = (qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads, head_dim)
-        out = torch.empty(shape, dtype=qkv.dtype, device=qkv.device)
-    return _launch(
-        qkv,
-        None if q_norm is None else (q_norm, k_norm),
-        cos_sin,
-        k_cache,
-        v_cache,
-        block_tables,
-        context_lens,
-        scale,
-        eps,
-        out,
-        workspace,
-    )
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    return _decode(
+        qkv, num_heads, k_cache, v_cache, block_tables, context_lens, scale, out, workspace,
+        q_norm, k_norm, cos_sin, eps,
+    )  # fmt: skip

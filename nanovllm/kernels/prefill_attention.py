@@ -15,19 +15,11 @@ run without masks. Long tiles start first, so that the short ones fill the gaps 
 
 import torch
 
-from nanovllm.kernels.launch import (
-    cdiv,
-    gdc_launch_dependents,
-    gdc_wait,
-    gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 LOG2_E = 1.4426950408889634
-_BLOCK_SEQS = (16, 128, 1024, 8192, 1 << 20)  # few, as each is a compilation
+_BLOCK_SEQS = (64, 1024, 8192, 1 << 20)  # sequences; few sizes, since each is a compilation
 
 # (padded head_dim up to, large shared memory): (rows, keys, warps, stages) of a tile
 _CONFIGS = {
@@ -59,7 +51,7 @@ def prefill_attention_ref(
         if block_tables is None:
             keys, values = k[k_start:k_end], v[k_start:k_end]
         else:
-            blocks = block_tables[seq, : cdiv(k_len, k.shape[1])].long()
+            blocks = block_tables[seq, : launch.cdiv(k_len, k.shape[1])].long()
             keys, values = k[blocks].flatten(0, 1)[:k_len], v[blocks].flatten(0, 1)[:k_len]
         group = q.shape[1] // keys.shape[1]
         keys = keys.transpose(0, 1).repeat_interleave(group, 0)  # [Hq, k_len, D]
@@ -74,27 +66,11 @@ def prefill_attention_ref(
 
 @triton.jit
 def _attend(
-    q,
-    acc,
-    row_sum,
-    row_max,
-    last_key,
-    first,
-    end,
-    k_ptr,
-    v_ptr,
-    table_ptr,
-    block_stride,
-    slot_stride,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    PAGED: tl.constexpr,
-    MASKED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    q, acc, row_sum, row_max, last_key, first, end, k_ptr, v_ptr, table_ptr, block_stride,
+    slot_stride, scale_log2,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Fold the tiles of keys first .. end - 1 into the softmax; first is a multiple of BLOCK_N."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     offset = tl.arange(0, BLOCK_N)
@@ -133,34 +109,17 @@ def _attend(
     return acc, row_sum, row_max
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+# A table of any width is the same kernel: what prompts come is not known when it is compiled.
+@triton.jit(do_not_specialize=["num_seqs", "table_stride"])
 def _prefill_attention_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    out_ptr,
-    cu_seqlens_q_ptr,
-    cu_seqlens_k_ptr,
-    block_tables_ptr,
-    scale_log2,
-    q_stride,
-    out_stride,
-    table_stride,
-    block_stride,
-    slot_stride,
-    head_stride,
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr,
+    scale_log2, q_stride, out_stride, table_stride, block_stride, slot_stride, head_stride,
     num_seqs,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_SEQS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PAGED: tl.constexpr,
-    PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_SEQS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGED: tl.constexpr, PDL: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
     # Tiles are numbered sequence after sequence; from the last, since later ones see more keys.
@@ -221,7 +180,6 @@ def prefill_attention(
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
     scale: float,
     block_tables: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -234,13 +192,12 @@ def prefill_attention(
         [num_blocks, block_size, Hkv, D], in which the new tokens' keys already are.
     cu_seqlens_q, cu_seqlens_k: int32 [num_seqs + 1] bounds of each sequence's rows and keys; with
         block_tables only the differences of cu_seqlens_k count.
-    max_seqlen_q: rows of the longest sequence (host).
     block_tables: int32 [num_seqs, max_num_blocks] or None.
     out: dtype [T, Hq, D] to write, or None for a new one.
     config: (rows, keys, warps, stages) of a tile, to measure others than the table's.
     Returns out.
     """
-    if not use_triton(q) or q.numel() == 0:
+    if not launch.use_triton(q) or q.numel() == 0:
         result = prefill_attention_ref(q, k, v, cu_seqlens_q, cu_seqlens_k, scale, block_tables)
         return result if out is None else out.copy_(result)
     if out is None:
@@ -250,50 +207,26 @@ def prefill_attention(
     num_kv_heads = k.shape[-2]
     assert k.stride() == v.stride(), (k.stride(), v.stride())
     assert q.stride()[1:] == out.stride()[1:] == (head_dim, 1), (q.stride(), out.stride())
-    facts = gpu(q.device)
+    facts = launch.gpu(q.device)
     group = num_heads // num_kv_heads
-    block_d = next_power_of_2(head_dim)
-    rows = max_seqlen_q * group
+    block_d = launch.next_power_of_2(head_dim)
     if config is None:
         if q.dtype == torch.float32:  # exact products on CUDA cores
             config = (32 if block_d <= 64 else 16, 32, 4, 1)
         else:
             limit = next(d for d, _ in _CONFIGS if block_d <= d)
             config = _CONFIGS[limit, facts.large_shared_memory]
-            if rows <= 64:  # short prompts: one warp group
-                config = (64, min(config[1], 64), 4, 2)
     block_m, block_n, warps, stages = config
-    block_m = max(block_m, next_power_of_2(group))
+    block_m = max(block_m, launch.next_power_of_2(group))
     num_seqs = len(cu_seqlens_q) - 1
-    grid = num_kv_heads, cdiv(q.shape[0], block_m // group) + num_seqs
+    grid = num_kv_heads, launch.cdiv(q.shape[0], block_m // group) + num_seqs
     _prefill_attention_kernel[grid](
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        block_tables if paged else cu_seqlens_q,
-        scale * LOG2_E,
-        q.stride(0),
-        out.stride(0),
-        block_tables.stride(0) if paged else 0,
-        k.stride(0) if paged else 0,
-        k.stride(-3),
-        k.stride(-2),
-        num_seqs,
-        HEAD_DIM=head_dim,
-        GROUP=group,
-        BLOCK_SIZE=k.shape[1] if paged else 1,
-        BLOCK_SEQS=next(size for size in _BLOCK_SEQS if num_seqs <= size),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_D=block_d,
-        PAGED=paged,
-        PDL=facts.pdl,
-        STAGES=stages,
-        num_warps=warps,
-        num_stages=stages,
-        launch_pdl=facts.pdl,
-    )
+        q, k, v, out, cu_seqlens_q, cu_seqlens_k, block_tables, scale * LOG2_E,
+        q.stride(0), out.stride(0), 0 if block_tables is None else block_tables.stride(0),
+        k.stride(0) if paged else 0, k.stride(-3), k.stride(-2), num_seqs,
+        HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=k.shape[1] if paged else 1,
+        BLOCK_SEQS=next(size for size in _BLOCK_SEQS if num_seqs <= size), BLOCK_M=block_m,
+        BLOCK_N=block_n, BLOCK_D=block_d, PAGED=paged, PDL=facts.pdl, STAGES=stages,
+        num_warps=warps, num_stages=stages, launch_pdl=facts.pdl,
+    )  # fmt: skip
     return out

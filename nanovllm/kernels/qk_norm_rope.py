@@ -6,21 +6,14 @@
                                                  or in      |  +----+-> v_cache[slot]
                                                  place      +-> in place and k_cache[slot]
 
-Knows no attention. The cache is [num_blocks, block_size, num_kv_heads, head_dim].
+Knows no attention. The cache is [num_blocks, block_size, num_kv_heads, head_dim]. Positions and
+slots are read ahead of the PDL wait (see `launch`).
 """
 
 import torch
 
-from nanovllm.kernels.launch import (
-    cdiv,
-    gdc_launch_dependents,
-    gdc_wait,
-    gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 from nanovllm.kernels.rms_norm import inverse_rms
 
 
@@ -51,12 +44,12 @@ def store_kv_ref(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Write k, v [T, Hkv, D] into their slots; -1 is skipped."""
-    slot_mapping = slot_mapping.long()
-    if slot_mapping.min() < 0:
-        stored = slot_mapping >= 0
-        k, v, slot_mapping = k[stored], v[stored], slot_mapping[stored]
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
+    slots = slot_mapping.long()
+    if slots.min() < 0:
+        stored = slots >= 0
+        k, v, slots = k[stored], v[stored], slots[stored]
+    k_cache.flatten(0, 1).index_copy_(0, slots, k)
+    v_cache.flatten(0, 1).index_copy_(0, slots, v)
 
 
 def qk_norm_rope_ref(
@@ -84,48 +77,26 @@ def qk_norm_rope_ref(
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
     # q and k heads stand side by side: one pass over both is half the operations of two.
     weights = None
-    if q_norm is not None:
+    if q_norm is not None and k_norm is not None:
         weights = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
     rotated = norm_rope_ref(heads[:, :-num_kv_heads], weights, positions, cos_sin, eps)
     k.copy_(rotated[:, num_heads:])
     q_out = (q if q_out is None else q_out.view(q.shape)).copy_(rotated[:, :num_heads])
     if slot_mapping is not None:
+        assert k_cache is not None and v_cache is not None, "slots of no cache"
         store_kv_ref(k, v, k_cache, v_cache, slot_mapping)
     return q_out.view(-1, num_heads, head_dim), k, v
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _qk_norm_rope_kernel(
-    qkv_ptr,
-    q_out_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    positions_ptr,
-    cos_sin_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    sum_squares_ptr,
-    qkv_stride,
-    q_stride,
-    block_stride,
-    slot_stride,
-    head_stride,
-    parts,
-    parts_stride,
-    hidden_size,
-    eps,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    NORM: tl.constexpr,
-    STORE: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, q_out_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, positions_ptr, cos_sin_ptr,
+    q_norm_ptr, k_norm_ptr, sum_squares_ptr, qkv_stride, q_stride, block_stride, slot_stride,
+    head_stride, parts, parts_stride, hidden_size, eps,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, NORM: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One token, HEADS of its q|k|v heads. A row's two halves stay in one thread each, so that a
     rotation needs no exchange and writing in place is safe after the barrier."""
     token = tl.program_id(0)
@@ -145,6 +116,11 @@ def _qk_norm_rope_kernel(
         k_weight2 = tl.load(k_norm_ptr + HALF + dim, mask=dim < HALF, other=0.0)[None, :]
         weight1 = tl.where(is_q, q_weight1, k_weight1).to(tl.float32)
         weight2 = tl.where(is_q, q_weight2, k_weight2).to(tl.float32)
+    table_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
+    cos = tl.load(table_ptr, mask=dim < HALF, other=0.0)[None, :]
+    sin = tl.load(table_ptr + HALF, mask=dim < HALF, other=0.0)[None, :]
+    if STORE:
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -169,9 +145,6 @@ def _qk_norm_rope_kernel(
         rstd = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         x1 = ((x1 * rstd).to(dtype).to(tl.float32) * weight1).to(dtype).to(tl.float32)
         x2 = ((x2 * rstd).to(dtype).to(tl.float32) * weight2).to(dtype).to(tl.float32)
-    table_ptr = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM + dim
-    cos = tl.load(table_ptr, mask=dim < HALF, other=0.0)[None, :]
-    sin = tl.load(table_ptr + HALF, mask=dim < HALF, other=0.0)[None, :]
     y1 = (x1 * cos - x2 * sin).to(dtype)
     y2 = (x2 * cos + x1 * sin).to(dtype)
     tl.debug_barrier()
@@ -184,7 +157,6 @@ def _qk_norm_rope_kernel(
         tl.store(row_ptr, raw1, mask=is_v & live)
         tl.store(row_ptr + HALF, raw2, mask=is_v & live)
     if STORE:
-        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         if slot >= 0:
             slot_offset = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * slot_stride
             offset = slot_offset + kv_head[:, None] * head_stride + dim[None, :]
@@ -225,7 +197,7 @@ def qk_norm_rope(
         of h * h, from which 1/rms over hidden_size is applied here.
     Returns (q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]), views of q_out and qkv.
     """
-    if not use_triton(qkv) or qkv.numel() == 0:
+    if not launch.use_triton(qkv) or qkv.numel() == 0:
         return qk_norm_rope_ref(
             qkv, q_norm, k_norm, positions, cos_sin, num_kv_heads, head_dim, eps, k_cache, v_cache,
             slot_mapping, q_out, sum_squares, hidden_size,
@@ -236,42 +208,24 @@ def qk_norm_rope(
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
     if q_out is not None:
         q = q_out.view(num_tokens, num_heads, head_dim)
-    store = slot_mapping is not None
-    if store:
+    block_size, strides = 1, [0, 0, 0]
+    if slot_mapping is not None:
+        assert k_cache is not None and v_cache is not None, "slots of no cache"
         assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
+        block_size, strides = k_cache.shape[1], list(k_cache.stride()[:3])
     # Few tokens: small programs, for latency. Many: a token's heads share one program.
-    heads_per_program = 8 if num_tokens <= 32 else min(32, next_power_of_2(heads.shape[1]))
-    parts = 0 if sum_squares is None else sum_squares.shape[0]
-    pdl = gpu(qkv.device).pdl
-    _qk_norm_rope_kernel[(num_tokens, cdiv(heads.shape[1], heads_per_program))](
-        qkv,
-        q,
-        k_cache if store else qkv,
-        v_cache if store else qkv,
-        slot_mapping if store else positions,
-        positions,
-        cos_sin,
-        cos_sin if q_norm is None else q_norm,
-        cos_sin if k_norm is None else k_norm,
-        cos_sin if sum_squares is None else sum_squares,
-        qkv.stride(0),
-        q.stride(0),
-        *(k_cache.stride()[:3] if store else (0, 0, 0)),
-        parts,
-        0 if sum_squares is None else sum_squares.stride(0),
-        hidden_size,
-        eps,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=k_cache.shape[1] if store else 1,
-        HEADS=heads_per_program,
-        BLOCK_HALF=next_power_of_2(head_dim // 2),
-        NORM=q_norm is not None,
-        STORE=store,
-        BLOCK_PARTS=next_power_of_2(parts) if parts else 0,
-        PDL=pdl,
-        num_warps=2 if num_tokens <= 32 else 4,
-        launch_pdl=pdl,
+    heads_per_program = 8 if num_tokens <= 32 else min(32, launch.next_power_of_2(heads.shape[1]))
+    parts, parts_stride = (
+        (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
     )
+    pdl = launch.gpu(qkv.device).pdl
+    _qk_norm_rope_kernel[(num_tokens, launch.cdiv(heads.shape[1], heads_per_program))](
+        qkv, q, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, sum_squares,
+        qkv.stride(0), q.stride(0), *strides, parts, parts_stride, hidden_size, eps,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size, HEADS=heads_per_program,
+        BLOCK_HALF=launch.next_power_of_2(head_dim // 2), NORM=q_norm is not None,
+        STORE=slot_mapping is not None, BLOCK_PARTS=launch.next_power_of_2(parts) if parts else 0,
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     return q, k, v

@@ -2,15 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.launch import (
-    gdc_launch_dependents,
-    gdc_wait,
-    gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -36,21 +29,11 @@ def add_rms_norm_ref(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    out_ptr,
-    residual_out_ptr,
-    num_rows,
-    x_stride,
-    residual_stride,
-    eps,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-    ADD: tl.constexpr,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, residual_out_ptr, num_rows, x_stride,
+    residual_stride, eps,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = tl.arange(0, BLOCK_K)[None, :]
     live = (rows < num_rows) & (cols < K)
@@ -70,7 +53,7 @@ def _rms_norm_kernel(
     tl.store(out_ptr + rows * K + cols, y.to(dtype), mask=live)
 
 
-def _launch(
+def _run(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     weight: torch.Tensor,
@@ -81,28 +64,16 @@ def _launch(
     x_rows = x.reshape(-1, x.shape[-1])
     residual_rows = x_rows if residual is None else residual.reshape(x_rows.shape)
     num_rows, k = x_rows.shape
-    block_k = next_power_of_2(k)
+    block_k = launch.next_power_of_2(k)
     # Many short rows: a warp per row. Few rows: all warps on one.
     rows = 4 if num_rows >= 1024 and block_k <= 2048 else 1
-    pdl = gpu(x.device).pdl
-    _rms_norm_kernel[((num_rows + rows - 1) // rows,)](
-        x_rows,
-        residual_rows,
-        weight,
-        out,
-        out if residual_out is None else residual_out,
-        num_rows,
-        x_rows.stride(0),
-        residual_rows.stride(0),
-        eps,
-        K=k,
-        BLOCK_K=block_k,
-        ROWS=rows,
-        ADD=residual is not None,
-        PDL=pdl,
-        num_warps=4 if block_k <= 2048 else 8,
-        launch_pdl=pdl,
-    )
+    pdl = launch.gpu(x.device).pdl
+    _rms_norm_kernel[(launch.cdiv(num_rows, rows),)](
+        x_rows, residual_rows, weight, out, residual_out, num_rows, x_rows.stride(0),
+        residual_rows.stride(0), eps,
+        K=k, BLOCK_K=block_k, ROWS=rows, ADD=residual is not None, PDL=pdl,
+        num_warps=4 if block_k <= 2048 else 8, launch_pdl=pdl,
+    )  # fmt: skip
     return out
 
 
@@ -113,9 +84,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     weight: dtype [K].
     Returns dtype [..., K].
     """
-    if not use_triton(x) or x.numel() == 0:
+    if not launch.use_triton(x) or x.numel() == 0:
         return rms_norm_ref(x, weight, eps)
-    return _launch(x, None, weight, eps, None)
+    return _run(x, None, weight, eps, None)
 
 
 def add_rms_norm(
@@ -132,10 +103,10 @@ def add_rms_norm(
     weight: dtype [K].
     Returns (normed: dtype [..., K], residual + x: dtype [..., K]).
     """
-    if not use_triton(x) or x.numel() == 0:
+    if not launch.use_triton(x) or x.numel() == 0:
         normed, total = add_rms_norm_ref(x, residual, weight, eps)
         return normed, (residual.copy_(total) if in_place else total)
     if in_place:
         assert residual.is_contiguous(), f"in_place needs contiguous rows, got {residual.stride()}"
     total = residual if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
-    return _launch(x, residual, weight, eps, total), total
+    return _run(x, residual, weight, eps, total), total

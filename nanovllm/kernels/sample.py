@@ -15,16 +15,8 @@ bits: CPU and GPU draw the same token, up to the last bits of exp and log in a n
 
 import torch
 
-from nanovllm.kernels.launch import (
-    cdiv,
-    gdc_launch_dependents,
-    gdc_wait,
-    gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 TILE = 128  # logits; part of what a seed means, so the same on every device and at every batch
 _MASK = 0xFFFFFFFF
@@ -40,13 +32,13 @@ def philox_ref(
     """
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     c0, c1 = torch.broadcast_tensors(c0 & _MASK, c1 & _MASK)
-    c2, c3 = torch.full_like(c0, c2), torch.zeros_like(c0)
+    x0, x1, x2, x3 = c0, c1, torch.full_like(c0, c2), torch.zeros_like(c0)
     for _ in range(rounds):
-        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c2 = ((product2 >> 32) & _MASK) ^ c1 ^ k0, ((product0 >> 32) & _MASK) ^ c3 ^ k1
-        c1, c3 = product2 & _MASK, product0 & _MASK
+        product0, product2 = x0 * 0xD2511F53, x2 * 0xCD9E8D57
+        x0, x2 = ((product2 >> 32) & _MASK) ^ x1 ^ k0, ((product0 >> 32) & _MASK) ^ x3 ^ k1
+        x1, x3 = product2 & _MASK, product0 & _MASK
         k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return c0
+    return x0
 
 
 def gumbel_ref(
@@ -70,7 +62,7 @@ def sample_ref(
     positions: torch.Tensor,
 ) -> torch.Tensor:
     vocab = logits.shape[1]
-    num_tiles = cdiv(vocab, TILE)
+    num_tiles = launch.cdiv(vocab, TILE)
     x = logits.float()
     if vocab % TILE:
         x = torch.nn.functional.pad(x, (0, num_tiles * TILE - vocab), value=-torch.inf)
@@ -111,16 +103,9 @@ def _gumbel(seed, index, position, stream):
 
 @triton.jit
 def _tile_scores_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    scores_ptr,
-    row_stride,
-    vocab,
-    num_tiles,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, temperatures_ptr, scores_ptr, row_stride, vocab, num_tiles,
+    TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """TILES scores of one row. No noise here: in this layout each thread would repeat it 16 times.
     A NaN or infinity among the logits makes the sum NaN, which passes on to the score."""
     row = tl.program_id(1)
@@ -143,19 +128,10 @@ def _tile_scores_kernel(
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    positions_ptr,
-    scores_ptr,
-    out_ptr,
-    row_stride,
-    vocab,
-    num_tiles,
-    BLOCK_TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, scores_ptr, out_ptr, row_stride,
+    vocab, num_tiles,
+    BLOCK_TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """One row: draw the tile, then the token in it. The last kernel of a step, it releases no
     successor early, so that the next step may read its state ahead of any wait."""
     row = tl.program_id(0)
@@ -203,42 +179,22 @@ def sample(
     Returns out; -1 in rows whose largest logit is not finite (NaN, infinity, everything masked).
     """
     batch, vocab = logits.shape
-    if not use_triton(logits) or batch == 0:
+    if not launch.use_triton(logits) or batch == 0:
         tokens = sample_ref(logits, temperatures, seeds, positions)
         return tokens if out is None else out.copy_(tokens)
     if out is None:
         out = torch.empty(batch, dtype=torch.int64, device=logits.device)
-    num_tiles = cdiv(vocab, TILE)
+    num_tiles = launch.cdiv(vocab, TILE)
     scores = torch.empty((batch, num_tiles), dtype=torch.float32, device=logits.device)
     tiles_per_program = 32 if batch > 8 else 8  # few rows: more, smaller programs
-    pdl = gpu(logits.device).pdl
-    _tile_scores_kernel[(cdiv(num_tiles, tiles_per_program), batch)](
-        logits,
-        temperatures,
-        scores,
-        logits.stride(0),
-        vocab,
-        num_tiles,
-        TILES=tiles_per_program,
-        TILE=TILE,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+    pdl = launch.gpu(logits.device).pdl
+    _tile_scores_kernel[(launch.cdiv(num_tiles, tiles_per_program), batch)](
+        logits, temperatures, scores, logits.stride(0), vocab, num_tiles,
+        TILES=tiles_per_program, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
     _draw_kernel[(batch,)](
-        logits,
-        temperatures,
-        seeds,
-        positions,
-        scores,
-        out,
-        logits.stride(0),
-        vocab,
-        num_tiles,
-        BLOCK_TILES=next_power_of_2(num_tiles),
-        TILE=TILE,
-        PDL=pdl,
-        num_warps=8,
+        logits, temperatures, seeds, positions, scores, out, logits.stride(0), vocab, num_tiles,
+        BLOCK_TILES=launch.next_power_of_2(num_tiles), TILE=TILE, PDL=pdl, num_warps=8,
         launch_pdl=pdl,
-    )
+    )  # fmt: skip
     return out

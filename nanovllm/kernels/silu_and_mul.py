@@ -2,16 +2,8 @@
 
 import torch
 
-from nanovllm.kernels.launch import (
-    cdiv,
-    gdc_launch_dependents,
-    gdc_wait,
-    gpu,
-    next_power_of_2,
-    tl,
-    triton,
-    use_triton,
-)
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 
 def silu_and_mul_ref(
@@ -29,21 +21,11 @@ def silu_and_mul_ref(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _silu_and_mul_kernel(
-    gate_up_ptr,
-    sum_squares_ptr,
-    out_ptr,
-    num_rows,
-    row_stride,
-    parts,
-    parts_stride,
-    hidden_size,
+    gate_up_ptr, sum_squares_ptr, out_ptr, num_rows, row_stride, parts, parts_stride, hidden_size,
     eps,
-    N: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
     PDL: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     rows = row.to(tl.int64)[:, None]
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -80,30 +62,21 @@ def silu_and_mul(
         of h * h, from which 1/rms over hidden_size is applied here.
     Returns dtype [T, N].
     """
-    if not use_triton(gate_up) or gate_up.numel() == 0:
+    if not launch.use_triton(gate_up) or gate_up.numel() == 0:
         return silu_and_mul_ref(gate_up, sum_squares, hidden_size, eps)
     num_rows, n = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, n), dtype=gate_up.dtype, device=gate_up.device)
     rows = 4 if num_rows >= 1024 else 1
-    block_n = min(1024, next_power_of_2(n))
-    parts = 0 if sum_squares is None else sum_squares.shape[0]
-    pdl = gpu(gate_up.device).pdl
-    _silu_and_mul_kernel[(cdiv(num_rows, rows), cdiv(n, block_n))](
-        gate_up,
-        gate_up if sum_squares is None else sum_squares,
-        out,
-        num_rows,
-        gate_up.stride(0),
-        parts,
-        0 if sum_squares is None else sum_squares.stride(0),
-        hidden_size,
-        eps,
-        N=n,
-        BLOCK_N=block_n,
-        ROWS=rows,
-        BLOCK_PARTS=next_power_of_2(parts) if parts else 0,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
+    block_n = min(1024, launch.next_power_of_2(n))
+    parts, parts_stride = (
+        (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
     )
+    pdl = launch.gpu(gate_up.device).pdl
+    _silu_and_mul_kernel[(launch.cdiv(num_rows, rows), launch.cdiv(n, block_n))](
+        gate_up, sum_squares, out, num_rows, gate_up.stride(0), parts,
+        parts_stride, hidden_size, eps,
+        N=n, BLOCK_N=block_n, ROWS=rows,
+        BLOCK_PARTS=launch.next_power_of_2(parts) if parts else 0, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
     return out

@@ -1,13 +1,13 @@
 """RMSNorm: of the residual stream before a block, and of query and key heads.
 
-Owns the weights. The norm itself is fused into what reads or writes the stream (kernels/linear.py)
+Owns the weights. The norm is fused into what reads or writes the stream (kernels/norm_linear.py)
 and, for heads, into the rotation (kernels/qk_norm_rope.py).
 """
 
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import NormInput
+from nanovllm.kernels.norm_linear import NormInput
 from nanovllm.layers.linear import ShardId, make_parameter
 
 

@@ -3,7 +3,7 @@
 Owns each rank's shard and the rule by which it is cut from the checkpoint's tensor. Knows nothing
 about checkpoints' names and files: the loader asks a parameter for its `checkpoint_shapes` and
 hands tensors of these shapes to its `weight_loader`. What is fused with a product (the norm before
-it, the activation or the residual after it) is up to kernels/linear.py.
+it, the activation or the residual after it) is up to kernels/norm_linear.py.
 """
 
 import functools
@@ -13,10 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.kernels.linear import (
-    LinearWorkspace,
+from nanovllm.kernels.norm_linear import (
     NormInput,
-    linear_workspace,
     norm_linear,
     norm_linear_silu_mul,
     normalize,
@@ -24,6 +22,7 @@ from nanovllm.kernels.linear import (
 )
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.small_linear import LinearWorkspace, linear_workspace
 from nanovllm.utils import distributed
 
 # Which part of a parameter a checkpoint tensor fills; None for a parameter of one part.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nanovllm.kernels.linear import NormInput, normalize
+from nanovllm.kernels.norm_linear import NormInput, normalize
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm

@@ -53,11 +53,14 @@ def test_prompt_that_leaves_no_room_for_a_token_is_our_own_mistake(num_tokens):
 
 def test_row_holds_the_state_while_the_sequence_is_admitted():
     table = make_table()
-    seq = make_sequence(max_tokens=5, ignore_eos=True, temperature=0.5)
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0.5)
+    seq = Sequence([7, 3, 9], params, 16, seed=2**63 - 1)
     seq.enter(table)
     assert seq.row == 0
     assert table.sequences == [seq, None]
+    assert table.seq_ids.tolist() == [seq.seq_id, -1]
     assert (table.stop_len[0], table.ignore_eos[0], table.temperatures[0]) == (8, True, 0.5)
+    assert table.seeds[0] == 2**63 - 1
     assert np.shares_memory(seq.token_ids, table.token_ids)
     table.token_ids[0, 3] = 11
     table.num_tokens[0] = 4
@@ -77,6 +80,7 @@ def test_left_row_starts_afresh_and_the_sequence_keeps_its_tokens():
     table.num_tokens[0], table.num_cached_tokens[0] = 4, 3
     seq.leave()
     assert (seq.row, seq.num_cached_tokens, table.sequences) == (None, 0, [None])
+    assert table.seq_ids.tolist() == [-1]
     other = make_sequence([1])
     other.enter(table)
     assert (other.row, other.token_ids.tolist(), other.num_cached_tokens) == (0, [1], 0)
