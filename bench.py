@@ -4,21 +4,28 @@
 python bench.py                             # on a GPU: Qwen3-0.6B shapes; else the bundled model
 python bench.py --dummy-weights 8B --tp 2   # published shapes, random weights, no checkpoint
 python bench.py --model DIR --num-seqs 64 --input-len 100 200 --output-len 50 50
+python bench.py --floor --profile trace.json --plot run.png  # how good it is, and why
 
 Prints device and settings, then the result, then all of it as one line of JSON.
 """
 
 import argparse
 import contextlib
+import heapq
+import importlib.util
 import json
+import os
 import random
 import shutil
 import sys
 import tempfile
 import time
+import timeit
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanovllm import LLM, SamplingParams
@@ -41,6 +48,20 @@ NANO_VLLM_TOKENS = (142_827, 133_966)  # prompt and output tokens of that worklo
 SMALL = (32, (16, 128), (32, 128))  # ends within a minute on two CPU cores
 
 Requests = tuple[list[list[int]], list[int]]  # prompt token ids, output lengths
+# After a step of the timed run: seconds, output tokens so far, running sequences, KV blocks in use.
+Moment = tuple[float, int, int, int]
+
+
+class Work(NamedTuple):
+    """The least that a workload asks of a device, whoever computes it."""
+
+    kv_bytes: int  # each sequence's K/V, read once in each of its decode steps
+    weight_bytes: int  # each weight, read once in each decode step
+    prompt_flops: int  # of the prompts; the arithmetic of decoding hides under the reads
+
+    def seconds(self, copy_rate: float, matmul_rate: float) -> float:
+        """The floor, at bytes per second and FLOP per second."""
+        return (self.kv_bytes + self.weight_bytes) / copy_rate + self.prompt_flops / matmul_rate
 
 
 def write_dummy(size: str, folder: Path) -> None:
@@ -98,11 +119,15 @@ def warm_up(llm: LLM, requests: Requests, seed: int) -> None:
     llm.generate(prompts, SamplingParams(0.6, 8, ignore_eos=True), use_tqdm=False)
 
 
-def measure(llm: LLM, requests: Requests) -> dict[str, float]:
+def measure(llm: LLM, requests: Requests, history: list[Moment] | None) -> dict[str, float]:
+    """The timed run; history: None, or a list to fill, which costs some microseconds a step."""
     prompts, output_lens = requests
     params = [SamplingParams(0.6, length, ignore_eos=True) for length in output_lens]
     began = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    if history is None:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    else:
+        outputs = generate_by_steps(llm, prompts, params, history)
     seconds = time.perf_counter() - began
     num_output_tokens = sum(len(output["token_ids"]) for output in outputs)
     assert num_output_tokens == sum(output_lens), (num_output_tokens, sum(output_lens))
@@ -112,6 +137,144 @@ def measure(llm: LLM, requests: Requests) -> dict[str, float]:
         "seconds": round(seconds, 3),
         "output_tokens_per_second": round(num_output_tokens / seconds, 1),
     }
+
+
+def generate_by_steps(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams], history: list[Moment]
+) -> list[Any]:
+    """What generate() does, looking around after each step; results as they finish."""
+    scheduler, outputs, num_done = llm.scheduler, [], 0
+    began = time.perf_counter()
+    for prompt, param in zip(prompts, params, strict=True):
+        llm.add_request(prompt, param)
+    while not llm.is_finished():
+        finished = [output for _, output in llm.step()]
+        outputs += finished
+        num_done += sum(len(output["token_ids"]) for output in finished)
+        here = [*scheduler.running, *scheduler.waiting]
+        num_here = sum(seq.num_tokens - seq.num_prompt_tokens for seq in here)
+        num_used = scheduler.num_blocks - scheduler.block_manager.num_free_blocks
+        now = time.perf_counter() - began
+        history.append((now, num_done + num_here, scheduler.num_running, num_used))
+    return outputs
+
+
+def draw(history: list[Moment], num_blocks: int, title: str, file: str) -> None:
+    from matplotlib.figure import Figure  # without pyplot, no display is looked for
+
+    seconds, num_tokens, num_running, num_used = np.array([(0, 0, 0, 0), *history]).T
+    edges = np.linspace(0, seconds[-1], 101)
+    rates = np.diff(np.interp(edges, seconds, num_tokens)) / np.diff(edges)
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    top, middle, bottom = figure.subplots(3, sharex=True)
+    top.stairs(rates, edges)
+    middle.plot(seconds, num_running, drawstyle="steps-post")
+    bottom.plot(seconds, num_used, drawstyle="steps-post")
+    top.set(ylabel="output tokens per second", ylim=(0, None))
+    middle.set(ylabel="batch size", ylim=(0, None))
+    bottom.set(ylabel=f"KV blocks in use of {num_blocks}", ylim=(0, None), xlabel="seconds")
+    figure.suptitle(title)
+    figure.savefig(file, dpi=150)
+    print(f"Plot of the timed run: {file}")
+
+
+def write_trace(llm: LLM, prompts: list[list[int]], file: str) -> None:
+    """Trace ten steps that decode as many of the prompts as run at once."""
+    from torch.profiler import profile, record_function
+
+    for prompt in prompts[: llm.scheduler.max_num_running]:
+        llm.add_request(prompt, SamplingParams(0.6, 32, ignore_eos=True))
+    while llm.scheduler.waiting:
+        llm.step()
+    for _ in range(3):  # until the prefill's last step has been read back
+        llm.step()
+    with profile() as trace:  # of the CPU and of a GPU
+        for _ in range(10):
+            with record_function("step"):
+                llm.step()
+    while not llm.is_finished():
+        llm.step()
+    trace.export_chrome_trace(file)
+    print(f"Trace of ten decode steps, to open in ui.perfetto.dev: {file}")
+
+
+def count_work(config: Any, itemsize: int, requests: Requests, max_num_seqs: int) -> Work:
+    """A replay of the lengths, max_num_seqs at once and in order.
+
+    config: transformers', of a dense decoder. itemsize: bytes of a weight and of a K or V value.
+    """
+    hidden, num_layers = config.hidden_size, config.num_hidden_layers
+    head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
+    q_size = config.num_attention_heads * head_dim
+    kv_size = config.num_key_value_heads * head_dim
+    per_layer = 2 * hidden * (q_size + kv_size) + 3 * hidden * config.intermediate_size
+    num_weights = num_layers * per_layer  # those of norms are too few to count
+    head = hidden * config.vocab_size  # read whole; of the embedding, only the tokens' rows
+    places = [0] * max_num_seqs  # the decode step at which each is free again
+    num_prompt_tokens = num_pairs = num_context_tokens = 0
+    for prompt, output_len in zip(*requests, strict=True):
+        n, num_steps = len(prompt), output_len - 1  # the first token comes from the prompt
+        heapq.heapreplace(places, places[0] + num_steps)
+        num_prompt_tokens += n
+        num_pairs += n * (n + 1) // 2  # of a query and a key that it sees
+        num_context_tokens += num_steps * n + num_steps * (num_steps + 1) // 2
+    return Work(
+        kv_bytes=num_context_tokens * 2 * num_layers * kv_size * itemsize,
+        weight_bytes=max(places) * (num_weights + head) * itemsize,
+        prompt_flops=2 * num_weights * num_prompt_tokens + 4 * num_layers * q_size * num_pairs,
+    )
+
+
+@torch.inference_mode()
+def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per second of a copy, read and written, and FLOP per second of a matmul."""
+    on_gpu = device.type == "cuda"
+    num_bytes = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 4) if on_gpu else 256 << 20
+    size, num_calls = (8192, 10) if on_gpu else (1024, 1)
+
+    def seconds(work: Callable[[], object]) -> float:
+        """Of one call, in the fastest of five rounds; the first one also warms up."""
+
+        def work_and_wait() -> None:
+            for _ in range(num_calls):
+                work()
+            if on_gpu:
+                torch.cuda.synchronize(device)
+
+        return min(timeit.repeat(work_and_wait, number=1, repeat=5)) / num_calls
+
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a, b = torch.randn(2, size, size, dtype=dtype, device=device)
+    product = torch.empty_like(a)
+    copy_rate = 2 * num_bytes / seconds(lambda: target.copy_(source))
+    return copy_rate, 2 * size**3 / seconds(lambda: torch.mm(a, b, out=product))
+
+
+def find_floor(
+    llm: LLM, model: str, requests: Requests, figures: dict[str, float]
+) -> dict[str, float]:
+    """The floor of the run that gave `figures`; the engine is closed, so its memory is free."""
+    from transformers import AutoConfig
+
+    runner = llm._runner  # it alone knows what the model computed in
+    config = AutoConfig.from_pretrained(os.path.expanduser(model))
+    work = count_work(config, runner.dtype.itemsize, requests, llm.config.max_num_seqs)
+    copy_rate, matmul_rate = measure_rates(runner.device, runner.dtype)
+    # Each GPU has a share of the weights and of the KV heads; on the CPU ranks share one memory.
+    num_devices = llm.config.tensor_parallel_size if runner.device.type == "cuda" else 1
+    seconds = work.seconds(copy_rate, matmul_rate) / num_devices
+    floor = {
+        "copy_tb_per_second": copy_rate / 1e12,
+        "matmul_tflop_per_second": matmul_rate / 1e12,
+        "kv_tb": work.kv_bytes / 1e12,
+        "weight_tb": work.weight_bytes / 1e12,
+        "prompt_tflop": work.prompt_flops / 1e12,
+        "floor_seconds": seconds,
+        "floor_output_tokens_per_second": figures["output_tokens"] / seconds,
+        "share_of_floor_reached": seconds / figures["seconds"],
+    }
+    return {name: float(f"{value:.4g}") for name, value in floor.items()}
 
 
 def parse_args(has_gpu: bool) -> argparse.Namespace:
@@ -129,6 +292,9 @@ def parse_args(has_gpu: bool) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the requests and of sampling")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--attention-backend", default="auto")
+    parser.add_argument("--floor", action="store_true", help="the least time this can take here")
+    parser.add_argument("--profile", metavar="FILE", help="write a trace of ten decode steps")
+    parser.add_argument("--plot", metavar="FILE", help="draw the timed run; needs the extra 'plot'")
     args = parser.parse_args()
     if has_gpu and args.model is None:
         args.dummy_weights = args.dummy_weights or "0.6B"
@@ -142,6 +308,15 @@ def parse_args(has_gpu: bool) -> argparse.Namespace:
         low, high = getattr(args, name)
         if not 1 <= low <= high:
             parser.error(f"--{name.replace('_', '-')}: got {low} {high}, needs 1 <= MIN <= MAX")
+    for name, suffixes in (("profile", (".json", ".json.gz")), ("plot", (".png", ".pdf", ".svg"))):
+        file = getattr(args, name)
+        if file and not (file.endswith(suffixes) and Path(file).absolute().parent.is_dir()):
+            parser.error(
+                f"--{name}: got {file}, needs a file in an existing folder, its name ending in"
+                f" {' or '.join(suffixes)}"
+            )
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.exit(1, "error: --plot needs matplotlib, try pip install 'nano-vllm[plot]'\n")
     return args
 
 
@@ -164,11 +339,22 @@ def run(args: argparse.Namespace, model: str) -> dict[str, object]:
         vocab_size = len(llm.tokenizer) if args.dummy_weights is None else VOCAB_SIZE
         requests = make_requests(args, vocab_size)
         warm_up(llm, requests, args.seed)
-        figures = measure(llm, requests)
-    print(
-        f"{figures['prompt_tokens']} prompt tokens, {figures['output_tokens']} output tokens,"
-        f" {figures['seconds']:.2f} s, {figures['output_tokens_per_second']:.1f} output tok/s"
-    )
+        history: list[Moment] | None = [] if args.plot else None
+        figures = measure(llm, requests, history)
+        summary = (
+            f"{figures['prompt_tokens']} prompt tokens, {figures['output_tokens']} output tokens,"
+            f" {figures['seconds']:.2f} s, {figures['output_tokens_per_second']:.1f} output tok/s"
+        )
+        print(summary)
+        if args.profile:
+            write_trace(llm, requests[0], args.profile)
+    if history:
+        draw(history, llm.scheduler.num_blocks, f"{llm.device_name}: {summary}", args.plot)
+    if args.floor:
+        floor = find_floor(llm, model, requests, figures)
+        for name, value in floor.items():
+            print(f"{name}: {value}")
+        figures |= floor
     return {**settings, **figures}
 
 

@@ -5,6 +5,7 @@ are returned by whoever computes them and passed on.
 """
 
 import difflib
+import json
 import numbers
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -123,15 +124,29 @@ def resolve_checkpoint(model: str) -> Path:
         ) from error
 
 
+# Fields for which a transformers config class would supply a default that we do not know.
+_EXPLICIT_FIELDS = {
+    "architectures", "attention_bias", "head_dim", "hidden_act", "hidden_size",
+    "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
+}  # fmt: skip
+
+
 def load_hf_config(path: Path) -> Any:
     """The checkpoint's config.json, read by transformers; ValueError naming the file if bad."""
-    from transformers import AutoConfig
-
-    if not (path / "config.json").is_file():
-        raise ValueError(
-            f"model: {path} has no config.json, needs a checkpoint in transformers format"
-        )
+    file = path / "config.json"
+    if not file.is_file():
+        raise ValueError(f"model: {path} has no config.json, needs a checkpoint for transformers")
     try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if _EXPLICIT_FIELDS <= values.keys():
+            # The same values without the class of the architecture, whose import takes seconds:
+            # in transformers 5 it brings in the generation code of all models.
+            from transformers import PretrainedConfig
+
+            return PretrainedConfig.from_dict(values)
+        from transformers import AutoConfig
+
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise
-        raise ValueError(f"model: {path / 'config.json'} cannot be read: {error}") from error
+        raise ValueError(f"model: {file} cannot be read: {error}") from error

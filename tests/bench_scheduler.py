@@ -72,10 +72,9 @@ class Bench:
         """What ModelRunner does ahead of a step that it has not captured."""
         if batch.is_prefill:
             return input_batch.build_prefill(batch, self.state)
-        arrays = {"": input_batch.decode_rows(batch, batch.num_seqs)}
-        rows, new_blocks = input_batch.to_device(arrays, CPU)[""].unbind()
+        t = input_batch.to_device(input_batch.decode_arrays(batch, batch.num_seqs), CPU)
         max_context_len = int(batch.num_cached_tokens.max()) + 1
-        return input_batch.build_decode(rows, new_blocks, self.state, max_context_len)
+        return input_batch.build_decode(t["rows"], t["new_blocks"], self.state, max_context_len)
 
 
 def measure(benches: dict[str, Bench]) -> dict[str, dict[str, float]]:

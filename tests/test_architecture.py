@@ -20,25 +20,15 @@ MAX_PACKAGE_LINES = 4500
 MAX_FILE_LINES = 240
 MAX_FUNCTION_LINES = 60
 # The exceptions, each with a limit of its own. A file holds the reference, the kernel and the
-# choice between them; a kernel's body is one program, and its name list one argument per line.
+# choice between them; the body of a fused kernel is one program.
 LONG_FILES = {
-    "kernels.linear": 570,  # two kernels for one operation, by batch size, and their settings
-    "kernels.paged_attention": 445,  # plain and fused decode in one kernel
-    "kernels.prefill_attention": 256,
+    "kernels.paged_attention": 375,  # decode with and without norm, RoPE and store of the new token
+    "kernels.small_linear": 350,  # plain, after a norm, before a SwiGLU; its settings by shape
 }
 LONG_KERNELS = {
-    "kernels.linear._gemv_kernel": 88,  # dot products of a few rows, three epilogues
-    "kernels.linear._dot_kernel": 132,  # tensor cores, three epilogues, splits of K
-    "kernels.paged_attention._paged_attention_kernel": 172,  # norm and RoPE of the new token too
-    "kernels.prefill_attention._prefill_attention_kernel": 77,  # 24 arguments
-    "kernels.qk_norm_rope._qk_norm_rope_kernel": 95,  # norm, RoPE and the store into the cache
-}
-# Launches of these kernels with an argument on each line: too long, and to be shortened.
-LONG_LAUNCHES = {
-    "kernels.linear._launch": 86,
-    "kernels.paged_attention._launch": 72,
-    "kernels.prefill_attention.prefill_attention": 69,
-    "kernels.qk_norm_rope.qk_norm_rope": 65,
+    "kernels.paged_attention._paged_attention_kernel": 140,  # new token, old ones, merge
+    "kernels.qk_norm_rope._qk_norm_rope_kernel": 75,  # norm, RoPE and the store into the cache
+    "kernels.small_linear._dot_kernel": 75,  # three epilogues, two ways to load, splits of K
 }
 
 # Module -> what it may import of nanovllm, and from outside the standard library. The first
@@ -62,7 +52,7 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
     "layers.*": ({"layers", "kernels", "attention", "utils"}, {"torch"}),
     "models": (set(), set()),
     "models.*": (
-        {"models.decoder", "layers", "kernels.linear", "utils.distributed"},
+        {"models.decoder", "layers", "kernels.norm_linear", "utils.distributed"},
         {"torch", "transformers"},
     ),
     "engine.sequence": ({"outputs", "sampling_params"}, {"numpy"}),
@@ -225,7 +215,7 @@ def test_code_lines_are_those_with_a_token():
     assert code_lines(source) == {4, 5, 7, 9}
 
 
-@pytest.mark.xfail(strict=True, reason="the kernels take 2,100 of about 5,090 lines")
+@pytest.mark.xfail(strict=True, reason="4,740 lines, 1,680 of them kernels")
 def test_package_stays_small():
     total = sum(len(code_lines(path.read_text(encoding="utf-8"))) for path in FILES)
     assert total <= MAX_PACKAGE_LINES
@@ -239,24 +229,23 @@ def test_files_and_functions_stay_small(module):
         if isinstance(node, ast.FunctionDef):
             name = f"{module}.{node.name}"
             size = len(lines & set(range(node.lineno, node.end_lineno + 1)))
-            exceptions = LONG_KERNELS if is_triton_kernel(node) else LONG_LAUNCHES
-            limit = exceptions.get(name, MAX_FUNCTION_LINES)
+            limit = MAX_FUNCTION_LINES
+            if is_triton_kernel(node):
+                limit = LONG_KERNELS.get(name, limit)
             assert size <= limit, f"{name} has {size} lines"
 
 
-@pytest.mark.parametrize("name", [*LONG_FILES, *LONG_KERNELS, *LONG_LAUNCHES])
+@pytest.mark.parametrize("name", [*LONG_FILES, *LONG_KERNELS])
 def test_exception_to_a_size_limit_is_still_needed(name):
     """Otherwise it allows something that nobody has looked at."""
-    if name in LONG_FILES:
-        lines = code_lines(MODULES[name].read_text(encoding="utf-8"))
+    module, _, function = (name, "", "") if name in LONG_FILES else name.rpartition(".")
+    lines = code_lines(MODULES[module].read_text(encoding="utf-8"))
+    if not function:
         assert len(lines) > MAX_FILE_LINES
-    else:
-        module, _, function = name.rpartition(".")
-        lines = code_lines(MODULES[module].read_text(encoding="utf-8"))
-        nodes = [n for n in ast.walk(TREES[module]) if isinstance(n, ast.FunctionDef)]
-        (node,) = [n for n in nodes if n.name == function]
-        assert is_triton_kernel(node) == (name in LONG_KERNELS)
-        assert len(lines & set(range(node.lineno, node.end_lineno + 1))) > MAX_FUNCTION_LINES
+        return
+    nodes = [n for n in TREES[module].body if isinstance(n, ast.FunctionDef)]
+    (node,) = [n for n in nodes if n.name == function]
+    assert len(lines & set(range(node.lineno, node.end_lineno + 1))) > MAX_FUNCTION_LINES
 
 
 # -- what must be there ----------------------------------------------------------------------------

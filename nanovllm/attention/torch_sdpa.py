@@ -4,12 +4,14 @@ Owns nothing but indices derived from the current step. Gathers a sequence's K/V
 lets `scaled_dot_product_attention` do the rest; runs on every device torch knows.
 """
 
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend
+from nanovllm.kernels.rms_norm import inverse_rms
 from nanovllm.utils.context import Context
 
 # K and V of one group of a decode batch on the CPU. Around the size of a second-level cache:
@@ -25,6 +27,7 @@ class TorchSDPABackend(AttentionBackend):
     def __init__(self) -> None:
         # All layers of a decode step share what was derived from its context by the first.
         self._step: _DecodeStep | None = None
+        self._new_tokens: _NewTokens | None = None
         # float [2, num_rows, num_kv_heads, head_dim]: where every layer of every step gathers its
         # K and V. Touching fresh memory each time would cost more than the copy.
         self._buffers: torch.Tensor | None = None
@@ -32,6 +35,8 @@ class TorchSDPABackend(AttentionBackend):
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
     ) -> str | None:
+        # Elsewhere kernels norm, rotate and store in fewer operations than can be done here.
+        self.fused_max_batch = sys.maxsize if device.type == "cpu" else 0
         return None
 
     def prefill(
@@ -71,7 +76,8 @@ class TorchSDPABackend(AttentionBackend):
             q = q.index_select(0, step.order)
         k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         outs = []
-        for group, group_q in zip(step.groups, q.split(step.group_sizes), strict=True):
+        parts = q.split_with_sizes(step.group_sizes)
+        for group, group_q in zip(step.groups, parts, strict=True):
             torch.index_select(k_cache, 0, group.slots, out=group.k_rows)
             torch.index_select(v_cache, 0, group.slots, out=group.v_rows)
             outs.append(
@@ -80,6 +86,37 @@ class TorchSDPABackend(AttentionBackend):
         out = outs[0] if step.inverse is None else torch.cat(outs).index_select(0, step.inverse)
         out = out.reshape(num_seqs, num_heads, head_dim)
         return out if step.is_padding is None else out.masked_fill(step.is_padding, 0.0)
+
+    def fused_decode(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        eps: float,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        ctx: Context,
+    ) -> torch.Tensor:
+        new = self._new_tokens
+        if new is None or new.ctx is not ctx:
+            new = self._new_tokens = _prepare_new_tokens(ctx, cos_sin)
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        heads = qkv.view(len(qkv), -1, head_dim)
+        # Query and key heads stand side by side: what they share is one operation.
+        qk, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+        if q_norm is not None and k_norm is not None:
+            qk = (qk * inverse_rms(qk, eps)).to(qkv.dtype)
+            qk[:, :-num_kv_heads].mul_(q_norm)
+            qk[:, -num_kv_heads:].mul_(k_norm)
+        swapped = qk.roll(head_dim // 2, -1)
+        qk = torch.addcmul(qk * new.cos, swapped, new.signed_sin).to(qkv.dtype)
+        q, k = qk[:, :-num_kv_heads], qk[:, -num_kv_heads:]
+        if new.rows is not None:
+            k, v = k[new.rows], v[new.rows]
+        k_cache.flatten(0, 1).index_copy_(0, new.slots, k)
+        v_cache.flatten(0, 1).index_copy_(0, new.slots, v)
+        return self.decode(q, k_cache, v_cache, ctx)
 
     def _prepare_decode(self, ctx: Context, cache: torch.Tensor) -> "_DecodeStep":
         """cache: float [num_blocks, block_size, num_kv_heads, head_dim] any layer's K or V."""
@@ -167,6 +204,32 @@ class _DecodeStep:
     # Sequences in each group.
     group_sizes: list[int]
     groups: list[_DecodeGroup]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _NewTokens:
+    """What the layers of one decode step share before attention."""
+
+    ctx: Context
+    # float32 [num_seqs, 1, head_dim]: cos | cos and -sin | sin of each new token's position. With
+    # the minus sign in the table, "rotate half" is a swap of the halves.
+    cos: torch.Tensor
+    signed_sin: torch.Tensor
+    # int64 [num_stored]: where K/V go, and the batch rows they come from; None: all of them.
+    slots: torch.Tensor
+    rows: torch.Tensor | None
+
+
+def _prepare_new_tokens(ctx: Context, cos_sin: torch.Tensor) -> _NewTokens:
+    """cos_sin: float32 [max_position, head_dim] cosines, then sines."""
+    assert ctx.context_lens is not None, "decode needs context lengths"
+    positions = (ctx.context_lens - 1).clamp_min_(0)
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, -1)
+    slots, rows = ctx.slot_mapping.long(), None
+    if int(slots.min()) < 0:
+        rows = (slots >= 0).nonzero().squeeze(1)
+        slots = slots[rows]
+    return _NewTokens(ctx, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), slots, rows)
 
 
 def _group_by_length(

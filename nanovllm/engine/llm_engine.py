@@ -275,7 +275,7 @@ def _check_alone(config: Config) -> None:
     others = [engine.config.tensor_parallel_size for engine in _open_engines]
     if others and max(*others, config.tensor_parallel_size) > 1:
         raise RuntimeError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size} beside open engines of {others}"
+            f"tensor_parallel_size: got {config.tensor_parallel_size} beside engines of {others}"
             " ranks, needs a process of its own where there are several ranks, try close() on the"
             " others first"
         )

@@ -16,10 +16,13 @@ TokenIds = npt.NDArray[np.int32]
 
 def load_tokenizer(checkpoint: Path) -> Any:
     """The checkpoint's tokenizer; ValueError naming the folder when it has none that loads."""
-    from transformers import AutoTokenizer
+    import transformers
 
     try:
-        return AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
+        if transformers.__version__ >= "5" and (checkpoint / "tokenizer.json").is_file():
+            # What AutoTokenizer would build from this file, without its import of all models.
+            return transformers.PreTrainedTokenizerFast.from_pretrained(str(checkpoint))
+        return transformers.AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(
             f"model: {checkpoint} has no tokenizer that loads ({error}); needs tokenizer.json and"

@@ -1,16 +1,25 @@
 """RMSNorm, alone or after a residual add. Knows rows, not layers."""
 
+import functools
+
 import torch
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 
+@functools.cache
+def _constant(value: float, device: torch.device) -> torch.Tensor:
+    """fp32 []"""
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """1 / sqrt(mean(x^2) + eps) of the last dimension, fp32 [..., 1]."""
-    # The shortest way in torch operations, whose number is what a step on the CPU costs.
+    # The shortest way in torch operations, whose number is what a step on the CPU costs; eps is a
+    # tensor because an operation with a Python number counts for several.
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(_constant(eps, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -4,6 +4,7 @@ Owns the cos/sin table, in fp32 whatever the model's type. Settings that are not
 refused by name: ignored, they would give fluent nonsense on long prompts.
 """
 
+import warnings
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ def rope_theta(hf_config: Any) -> float:
     """
     settings: dict[str, Any] = {}
     for field in ("rope_scaling", "rope_parameters"):
-        value = getattr(hf_config, field, None) or {}
+        with warnings.catch_warnings():
+            # transformers 5 warns about the name that its own version 4 gave this field.
+            warnings.simplefilter("ignore", FutureWarning)
+            value = getattr(hf_config, field, None) or {}
         if not isinstance(value, dict):
             raise ValueError(
                 f"{field}: got {value!r}, needs a mapping or null, try another checkpoint"

@@ -1,10 +1,13 @@
 """The reference backend against attention written out in fp64."""
 
+import dataclasses
+
 import pytest
 import torch
 
-from nanovllm.attention import torch_sdpa
+from nanovllm.attention import select_backend, torch_sdpa
 from nanovllm.attention.torch_sdpa import TorchSDPABackend
+from nanovllm.kernels.qk_norm_rope import qk_norm_rope_ref
 from tests.attention.cases import make_decode_step, make_step
 
 HEADS = [(4, 4, 16), (4, 2, 16), (8, 1, 64), (6, 3, 20), (5, 5, 80)]
@@ -122,3 +125,41 @@ def test_half_precision_errs_no_more_than_plain_torch(dtype):
         exact = step.expected()
         plain = (step.expected(dtype).double() - exact).abs().max()
         assert (run(step).double() - exact).abs().max() <= 2 * plain + 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize("context_lens", [[1], [9, 30, 1, 17], [0, 40, 0, 8]])
+def test_fused_decode_equals_its_parts(dtype, has_norm, context_lens):
+    """Norm, rotation and store as the kernels' reference has them, then decode; padding rows
+    (slot -1) store nothing and give zeros."""
+    num_heads, num_kv_heads, head_dim = 6, 2, 20
+    step = make_decode_step(
+        context_lens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
+    is_real = torch.tensor(context_lens) > 0
+    slots = torch.full((len(context_lens),), -1, dtype=torch.int32)
+    slots[is_real] = step.ctx.slot_mapping
+    step.ctx = dataclasses.replace(step.ctx, slot_mapping=slots)
+    qkv = torch.randn(len(context_lens), (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    norms = [(1 + 0.2 * torch.randn(head_dim)).to(dtype) if has_norm else None for _ in range(2)]
+    angles = torch.rand(64, head_dim // 2) * 100
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+
+    caches = step.k_cache.clone(), step.v_cache.clone()
+    positions = (step.ctx.context_lens - 1).clamp(min=0)
+    step.q, _, _ = qk_norm_rope_ref(
+        qkv.clone(), *norms, positions, cos_sin, num_kv_heads, head_dim, 1e-6, *caches, slots
+    )
+    backend, _ = select_backend("torch", torch.device("cpu"), dtype, head_dim, 8)
+    assert backend.fused_max_batch >= len(context_lens)
+    expected = backend.decode(step.q, *caches, step.ctx)
+    out = backend.fused_decode(qkv, *norms, cos_sin, 1e-6, step.k_cache, step.v_cache, step.ctx)
+    torch.testing.assert_close(out, expected)
+    for cache, wanted in zip((step.k_cache, step.v_cache), caches, strict=True):
+        torch.testing.assert_close(cache, wanted, equal_nan=True)
+    assert not out[~is_real].any()

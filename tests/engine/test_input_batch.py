@@ -85,10 +85,10 @@ def mixed_prefill() -> ScheduledBatch:
 
 def build_decode(batch, state, num_rows=None) -> InputBatch:
     """A decode step in a bucket of num_rows; None: without padding."""
-    arrays = {"": input_batch.decode_rows(batch, num_rows or batch.num_seqs)}
-    rows, new_blocks = input_batch.to_device(arrays, state.num_tokens.device)[""].unbind()
+    arrays = input_batch.decode_arrays(batch, num_rows or batch.num_seqs)
+    t = input_batch.to_device(arrays, state.num_tokens.device)
     max_context_len = int(batch.num_cached_tokens.max()) + 1
-    return input_batch.build_decode(rows, new_blocks, state, max_context_len)
+    return input_batch.build_decode(t["rows"], t["new_blocks"], state, max_context_len)
 
 
 def decode_after_prefill(device=CPU) -> tuple[DecodeState, ScheduledBatch]:
@@ -260,10 +260,14 @@ def test_decode_in_a_larger_bucket_is_the_same_and_then_padding():
 
 @pytest.mark.parametrize("num_rows", [3, 4, 9])
 def test_rows_of_a_decode_step_are_padded_to_the_bucket(num_rows):
-    rows = input_batch.decode_rows(make_decode([4, 1, 0], [3, 4, 5], [-1, 8, -1]), num_rows)
+    batch = make_decode([4, 1, 0], [3, 4, 5], [-1, 8, -1])
+    arrays = input_batch.decode_arrays(batch, num_rows)
     padding = [-1] * (num_rows - 3)
-    assert rows.dtype == np.int32
-    assert rows.tolist() == [[4, 1, 0, *padding], [-1, 8, -1, *padding]]
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "rows": [4, 1, 0, *padding],
+        "new_blocks": [-1, 8, -1, *padding],
+    }
 
 
 # -- both ------------------------------------------------------------------------------------------
@@ -287,17 +291,33 @@ def test_dtypes_are_those_of_the_contract(kind):
 
 
 def test_arrays_cross_in_one_buffer_and_keep_their_shapes():
-    arrays = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.array([7, 8], np.int32)}
-    out = torch.full((8,), -1, dtype=torch.int32)
+    arrays = {
+        "a": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "b": np.array([7, 8], np.int32),
+        "c": np.arange(33, dtype=np.int32),
+        "d": np.empty((0, 2), np.int32),
+        "e": np.array([9], np.int32),
+    }
+    size = input_batch.packed_size(arrays)
+    out = torch.full((size,), -1, dtype=torch.int32)
     for given in (None, out):
         tensors = input_batch.to_device(arrays, CPU, given)
-        assert {name: t.tolist() for name, t in tensors.items()} == {
-            "a": [[0, 1, 2], [3, 4, 5]],
-            "b": [7, 8],
-        }
-        assert tensors["a"].data_ptr() + 6 * 4 == tensors["b"].data_ptr()
-    assert out.tolist() == [0, 1, 2, 3, 4, 5, 7, 8]
-    assert tensors["a"].data_ptr() == out.data_ptr()
+        assert tensors.keys() == arrays.keys()
+        for name, tensor in tensors.items():
+            assert tensor.shape == arrays[name].shape and tensor.dtype == torch.int32
+            assert tensor.tolist() == arrays[name].tolist()
+    storage = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+    assert storage == {out.untyped_storage().data_ptr()}
+
+
+def test_every_array_starts_aligned_whatever_the_sizes_before_it():
+    """Triton compiles a kernel again for a pointer that is not: seconds, in the middle of a run."""
+    for num_tokens in (1, 2, 15, 16, 17, 33):
+        batch = make_prefill([0] * num_tokens, [0], [num_tokens], [[0] * 9])
+        arrays = input_batch.prefill_arrays(batch, PrefillShape.of(batch), block_size=4)
+        tensors = input_batch.to_device(arrays, CPU)
+        first = tensors["seeds"].data_ptr()
+        assert all((t.data_ptr() - first) % 64 == 0 for t in tensors.values() if t.numel())
 
 
 def test_tensors_do_not_change_when_the_scheduler_goes_on():

@@ -3,13 +3,17 @@
 More than the usual million: pytest tests/engine/test_state_machine.py --operations 5000000
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from state_machine import DEPTHS, Violation, run_scenarios
+import torch
+from state_machine import DEPTHS, GARBAGE, NUM_TOKENS, Scenario, Violation, run_scenarios
 
+from nanovllm.engine import input_batch
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.scheduler import Scheduler
 
 NUM_SHARDS = 8
@@ -36,6 +40,46 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
             assert counts[event] >= num_ops // 1000, event
         for event in ("aborts in flight", "resets in flight", "writes to another's block"):
             assert counts[event] >= num_ops // 4000, event
+
+
+class ScenarioWithDecodeState(Scenario):
+    """Gives each step to the engine's own state as well, and compares it with the oracle's."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        max_num_blocks = len(self.rows[0].table)
+        device = torch.device("cpu")
+        self.state = DecodeState.create(len(self.rows), max_num_blocks, self.block_size, device)
+
+    def _launch(self, batch):
+        if batch.is_prefill:
+            inputs = input_batch.build_prefill(batch, self.state)
+        else:
+            arrays = input_batch.decode_arrays(batch, batch.num_seqs)
+            tensors = input_batch.to_device(arrays, self.state.num_tokens.device)
+            inputs = input_batch.build_decode(**tensors, state=self.state, max_context_len=1)
+        super()._launch(batch)
+        step = self.inflight[-1]
+        slots = [block * self.block_size + offset for block, offset, _, _ in step.writes]
+        assert inputs.context.slot_mapping.tolist() == slots
+        prefixes = [prefix for _, _, prefix, _ in step.writes]
+        for token, prefix in zip(inputs.input_ids.tolist(), prefixes, strict=True):
+            assert prefix == GARBAGE or token == self.keys[prefix] % NUM_TOKENS
+        self.state.append(inputs.rows, torch.tensor(step.tokens, dtype=torch.int64))
+        num_tokens, tables = self.state.num_tokens.tolist(), self.state.block_tables.tolist()
+        assert num_tokens[:-1] == [row.num_tokens for row in self.rows]
+        assert tables[:-1] == [row.table for row in self.rows]
+
+
+def test_oracle_s_device_is_the_engine_s() -> None:
+    """Or the oracle would check the scheduler against a device that does not exist."""
+    totals = Counter()
+    for seed in range(40):
+        scenario = ScenarioWithDecodeState(seed)
+        scenario.run(70)
+        totals += scenario.counts
+    for event in ("chunks", "surplus", "preemptions", "resets in flight", "aborts in flight"):
+        assert totals[event] > 0, event
 
 
 class CollidingBlockManager(BlockManager):
@@ -331,7 +375,7 @@ class LosesNewBlocksOfACallThatGaveUp(NotesNewBlocks):
 
 def test_driver_accepts_another_way_to_remember_new_blocks() -> None:
     """So that the classes derived from it fail for the bug alone."""
-    run_scenarios(7, 20_000, NotesNewBlocks)
+    run_scenarios(7, 6_000, NotesNewBlocks)
 
 
 BROKEN_MANAGERS = [

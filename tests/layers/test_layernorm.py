@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from nanovllm.kernels.linear import normalize
+from nanovllm.kernels.norm_linear import normalize
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.layers.layernorm import RMSNorm
 

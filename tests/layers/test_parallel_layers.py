@@ -5,7 +5,7 @@ import torch
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from nanovllm.kernels.linear import NormInput, normalize
+from nanovllm.kernels.norm_linear import NormInput, normalize
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
