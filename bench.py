@@ -20,8 +20,6 @@ import shutil
 import sys
 import tempfile
 import time
-import timeit
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,30 +223,22 @@ def count_work(config: Any, itemsize: int, requests: Requests, max_num_seqs: int
     )
 
 
-@torch.inference_mode()
 def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Bytes per second of a copy, read and written, and FLOP per second of a matmul."""
+    from torch.utils.benchmark import Timer
+
     on_gpu = device.type == "cuda"
     num_bytes = min(2 << 30, torch.cuda.mem_get_info(device)[0] // 4) if on_gpu else 256 << 20
-    size, num_calls = (8192, 10) if on_gpu else (1024, 1)
-
-    def seconds(work: Callable[[], object]) -> float:
-        """Of one call, in the fastest of five rounds; the first one also warms up."""
-
-        def work_and_wait() -> None:
-            for _ in range(num_calls):
-                work()
-            if on_gpu:
-                torch.cuda.synchronize(device)
-
-        return min(timeit.repeat(work_and_wait, number=1, repeat=5)) / num_calls
-
+    size = 8192 if on_gpu else 1024
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
     a, b = torch.randn(2, size, size, dtype=dtype, device=device)
-    product = torch.empty_like(a)
-    copy_rate = 2 * num_bytes / seconds(lambda: target.copy_(source))
-    return copy_rate, 2 * size**3 / seconds(lambda: torch.mm(a, b, out=product))
+    tensors = {"source": source, "target": torch.empty_like(source), "a": a, "b": b}
+
+    def fastest(statement: str) -> float:
+        timer = Timer(statement, globals=tensors, num_threads=torch.get_num_threads())
+        return min(timer.blocked_autorange(min_run_time=0.3).times)  # warms up and synchronizes
+
+    return 2 * num_bytes / fastest("target.copy_(source)"), 2 * size**3 / fastest("a @ b")
 
 
 def find_floor(

@@ -7,6 +7,7 @@ are returned by whoever computes them and passed on.
 import difflib
 import json
 import numbers
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,10 @@ def load_hf_config(path: Path) -> Any:
             # in transformers 5 it brings in the generation code of all models.
             from transformers import PretrainedConfig
 
-            return PretrainedConfig.from_dict(values)
+            with warnings.catch_warnings():
+                # transformers 5 warns about the names that its version 4 wrote.
+                warnings.simplefilter("ignore", FutureWarning)
+                return PretrainedConfig.from_dict(values)
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)

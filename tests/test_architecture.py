@@ -58,6 +58,10 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
     "engine.sequence": ({"outputs", "sampling_params"}, {"numpy"}),
     "engine.block_manager": ({"engine.sequence"}, {"numpy", "xxhash"}),
     "engine.scheduler": ({"engine.block_manager", "engine.sequence", "outputs"}, {"numpy"}),
+    "engine.precompile": (
+        {"", "config", "engine.model_runner", "kernels.launch"},
+        {"torch", "triton"},
+    ),
     "engine.prompts": ({"sampling_params"}, {"numpy", "transformers"}),
     "engine.decode_state": ({"kernels.decode_step"}, {"torch"}),
     "engine.input_batch": (

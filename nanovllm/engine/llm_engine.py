@@ -17,6 +17,7 @@ import nanovllm
 from nanovllm.attention import select_backend
 from nanovllm.config import Config, load_hf_config, resolve_checkpoint
 from nanovllm.engine.model_runner import ModelRunner, StepHandle, select_device, select_dtype
+from nanovllm.engine.precompile import start_compiling
 from nanovllm.engine.prompts import (
     PromptReader,
     find_eos_token_ids,
@@ -54,8 +55,14 @@ class LLMEngine:
         _check_alone(config)
         checkpoint = resolve_checkpoint(config.model)
         hf_config = load_hf_config(checkpoint)
-        self.max_model_len = _check_model(config, hf_config, checkpoint)
-        self.tokenizer = load_tokenizer(checkpoint)
+        self.max_model_len, head_dim = _check_model(config, hf_config, checkpoint)
+        compilation = start_compiling(config, hf_config, checkpoint, self.max_model_len)
+        try:
+            _check_backend(config, hf_config, head_dim)
+            self.tokenizer = load_tokenizer(checkpoint)
+        finally:
+            if compilation is not None:
+                compilation.wait()
         eos_token_ids = find_eos_token_ids(checkpoint, self.tokenizer, hf_config)
         start = time.perf_counter()
         _open_engines.add(self)
@@ -281,8 +288,8 @@ def _check_alone(config: Config) -> None:
         )
 
 
-def _check_model(config: Config, hf_config: Any, checkpoint: Path) -> int:
-    """Refuse what cannot work before the device is touched; the length limit of the model."""
+def _check_model(config: Config, hf_config: Any, checkpoint: Path) -> tuple[int, int]:
+    """Refuse what cannot work before the device is touched; (longest sequence, head_dim)."""
     model_class = get_model_class(hf_config)
     positions = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
     max_model_len = min(config.max_model_len, positions)
@@ -291,11 +298,15 @@ def _check_model(config: Config, hf_config: Any, checkpoint: Path) -> int:
         skeleton = model_class(hf_config)
     if config.load_format == "auto":
         check_checkpoint(skeleton, checkpoint)
+    head_dim = next(m.head_dim for m in skeleton.modules() if isinstance(m, Attention))
+    return max_model_len, head_dim
+
+
+def _check_backend(config: Config, hf_config: Any, head_dim: int) -> None:
+    """Refuse a device, dtype or attention backend that cannot be had."""
     device = select_device(config, 0)
     dtype = select_dtype(config, hf_config, device)
-    head_dim = next(m.head_dim for m in skeleton.modules() if isinstance(m, Attention))
     select_backend(config.attention_backend, device, dtype, head_dim, config.kvcache_block_size)
-    return max_model_len
 
 
 def _close(parts: list[Any]) -> None:

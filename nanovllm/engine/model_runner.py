@@ -212,8 +212,8 @@ class ModelRunner:
         config = self.config
         num_full, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
         lens = [self.max_model_len] * num_full + [rest] * (rest > 0)
-        self.launch(_warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
-        self.launch(_warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
+        self.launch(warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
+        self.launch(warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
     @torch.inference_mode()
     def _compile_prefills(self) -> None:
@@ -225,7 +225,7 @@ class ModelRunner:
         length = min(16, self.max_model_len - 1)
         for num_seqs in {min(2, self.num_rows), min(65, self.num_rows)}:
             for num_cached in (0, 1):
-                batch = _warm_up_batch(
+                batch = warm_up_batch(
                     [length] * num_seqs, self.config.kvcache_block_size, num_cached
                 )
                 self._forward(self._build(batch))
@@ -275,7 +275,7 @@ def select_dtype(config: Config, hf_config: Any, device: torch.device) -> torch.
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
 
 
-def _warm_up_batch(seq_lens: list[int], block_size: int, num_cached: int = 0) -> ScheduledBatch:
+def warm_up_batch(seq_lens: list[int], block_size: int, num_cached: int = 0) -> ScheduledBatch:
     """A prefill of zeros with these lengths after num_cached tokens, sampled at random."""
     lens = np.array(seq_lens, np.int32)
     n = len(lens)

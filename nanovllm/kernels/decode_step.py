@@ -41,15 +41,10 @@ class DecodeInputs:
 
 
 def gather_inputs_ref(
-    rows: torch.Tensor,
-    new_blocks: torch.Tensor,
-    last_tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    block_tables: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    block_size: int,
-) -> DecodeInputs:
+    rows: torch.Tensor, new_blocks: torch.Tensor, last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor, block_tables: torch.Tensor, temperatures: torch.Tensor,
+    seeds: torch.Tensor, block_size: int,
+) -> DecodeInputs:  # fmt: skip
     is_real = rows >= 0
     at = rows.clamp(min=0).long()
     context_lens = num_tokens[at] * is_real
@@ -73,24 +68,11 @@ def gather_inputs_ref(
 
 @triton.jit
 def _gather_inputs_kernel(
-    rows_ptr,
-    new_blocks_ptr,
-    last_tokens_ptr,
-    num_tokens_ptr,
-    block_tables_ptr,
-    temperatures_ptr,
-    seeds_ptr,
-    input_ids_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    context_lens_ptr,
-    out_tables_ptr,
-    out_temperatures_ptr,
-    out_seeds_ptr,
-    max_num_blocks,
-    BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    rows_ptr, new_blocks_ptr, last_tokens_ptr, num_tokens_ptr, block_tables_ptr, temperatures_ptr,
+    seeds_ptr, input_ids_ptr, positions_ptr, slot_mapping_ptr, context_lens_ptr, out_tables_ptr,
+    out_temperatures_ptr, out_seeds_ptr, max_num_blocks,
+    BLOCK_SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """One program per batch row. It never releases a dependent launch early (see launch.py)."""
     i = tl.program_id(0)
     row = tl.load(rows_ptr + i)
@@ -119,16 +101,10 @@ def _gather_inputs_kernel(
 
 
 def gather_inputs(
-    rows: torch.Tensor,
-    new_blocks: torch.Tensor,
-    last_tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
-    block_tables: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    block_size: int,
-    out: DecodeInputs | None = None,
-) -> DecodeInputs:
+    rows: torch.Tensor, new_blocks: torch.Tensor, last_tokens: torch.Tensor,
+    num_tokens: torch.Tensor, block_tables: torch.Tensor, temperatures: torch.Tensor,
+    seeds: torch.Tensor, block_size: int, out: DecodeInputs | None = None,
+) -> DecodeInputs:  # fmt: skip
     """The inputs of a decode step; also writes the new blocks into the rows' tables.
 
     rows: int32 [n], -1 for padding. new_blocks: int32 [n], the block that holds the input token's
@@ -145,25 +121,11 @@ def gather_inputs(
     if out is None:
         out = DecodeInputs.empty(len(rows), max_num_blocks, rows.device)
     _gather_inputs_kernel[(len(rows),)](
-        rows,
-        new_blocks,
-        last_tokens,
-        num_tokens,
-        block_tables,
-        temperatures,
-        seeds,
-        out.input_ids,
-        out.positions,
-        out.slot_mapping,
-        out.context_lens,
-        out.block_tables,
-        out.temperatures,
-        out.seeds,
-        max_num_blocks,
-        BLOCK_SIZE=block_size,
-        WIDTH=next_power_of_2(max_num_blocks),
-        num_warps=1,
-    )
+        rows, new_blocks, last_tokens, num_tokens, block_tables, temperatures, seeds,
+        out.input_ids, out.positions, out.slot_mapping, out.context_lens, out.block_tables,
+        out.temperatures, out.seeds, max_num_blocks,
+        BLOCK_SIZE=block_size, WIDTH=next_power_of_2(max_num_blocks), num_warps=1,
+    )  # fmt: skip
     return out
 
 
