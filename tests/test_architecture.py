@@ -65,7 +65,7 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "triton"},
     ),
     "engine.prompts": ({"sampling_params"}, {"numpy", "transformers"}),
-    "engine.decode_state": ({"kernels.decode_step"}, {"numpy", "torch"}),
+    "engine.decode_state": ({"engine.sequence", "kernels.decode_step"}, {"numpy", "torch"}),
     "engine.input_batch": (
         {"engine.decode_state", "engine.sequence", "kernels.decode_step", "utils.context"},
         {"numpy", "torch"},
