@@ -57,16 +57,6 @@ def normalize(x: NormInput) -> torch.Tensor:
     return rms_norm(x.hidden, x.weight, x.eps) if x.normed is None else x.normed
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, workspace: LinearWorkspace) -> torch.Tensor:
-    """x @ weight^T.
-
-    x: dtype [M, K] rows at any stride.
-    weight: dtype [N, K].
-    Returns dtype [M, N].
-    """
-    return small_linear(x, weight, workspace, _choose(x, weight, PLAIN))[0]
-
-
 def norm_linear(
     x: NormInput, weight: torch.Tensor, workspace: LinearWorkspace
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
