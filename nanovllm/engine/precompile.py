@@ -36,7 +36,7 @@ class Compilation:
 
     pids: list[int]
     done_fd: int  # its other end is held by every child, so it ends when all have
-    marker: Path  # exists once the cache was filled for this model and these versions
+    marker: Path  # exists once this was tried for this model and these versions
 
     def wait(self) -> None:
         """Return when all children have ended, killing those that take too long."""
@@ -46,9 +46,9 @@ class Compilation:
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
         os.close(self.done_fd)
-        if ready:
-            self.marker.parent.mkdir(parents=True, exist_ok=True)
-            self.marker.touch()
+        # After a failure too: it would only fail, and delay, again.
+        self.marker.parent.mkdir(parents=True, exist_ok=True)
+        self.marker.touch()
 
 
 def start_compiling(
