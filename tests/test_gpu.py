@@ -16,10 +16,7 @@ from tests.parity import compare_half_precision, load_hf
 from tests.test_bundled import BUNDLED
 from tests.test_llm import SHAPES, greedy, random_prompts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-]
+pytestmark = pytest.mark.gpu  # conftest.py skips it without a GPU
 
 # The builds of flash-attn that are easy to come by have kernels for head_dim 64 and 128 only.
 GPU_SHAPES = {
