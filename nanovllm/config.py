@@ -7,9 +7,9 @@ are returned by whoever computes them and passed on.
 import difflib
 import json
 import numbers
-import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -134,21 +134,18 @@ _EXPLICIT_FIELDS = {
 
 
 def load_hf_config(path: Path) -> Any:
-    """The checkpoint's config.json, read by transformers; ValueError naming the file if bad."""
+    """The checkpoint's config.json as an object of its fields; ValueError naming the file if bad.
+
+    transformers reads it where it leaves fields to a default. Where it says everything, its values
+    are all there is to know, and a start does not wait seconds for an import.
+    """
     file = path / "config.json"
     if not file.is_file():
         raise ValueError(f"model: {path} has no config.json, needs a checkpoint for transformers")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         if _EXPLICIT_FIELDS <= values.keys():
-            # The same values without the class of the architecture, whose import takes seconds:
-            # in transformers 5 it brings in the generation code of all models.
-            from transformers import PretrainedConfig
-
-            with warnings.catch_warnings():
-                # transformers 5 warns about the names that its version 4 wrote.
-                warnings.simplefilter("ignore", FutureWarning)
-                return PretrainedConfig.from_dict(values)
+            return SimpleNamespace(**values)
         from transformers import AutoConfig
 
         return AutoConfig.from_pretrained(str(path), trust_remote_code=False)

@@ -54,14 +54,21 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
     "layers.*": ({"layers", "kernels", "attention", "utils"}, {"torch"}),
     "models": (set(), set()),
     "models.*": (
-        {"models.decoder", "layers", "kernels.norm_linear", "utils.distributed"},
+        {"models.decoder", "layers", "kernels.norm_linear", "utils"},
         {"torch", "transformers"},
     ),
     "engine.sequence": ({"outputs", "sampling_params"}, {"numpy"}),
     "engine.block_manager": ({"engine.sequence"}, {"numpy", "xxhash"}),
     "engine.scheduler": ({"engine.block_manager", "engine.sequence", "outputs"}, {"numpy"}),
     "engine.precompile": (
-        {"nanovllm", "config", "engine.model_runner", "kernels.launch"},
+        {
+            "nanovllm",
+            "attention",
+            "config",
+            "engine.cuda_graph",
+            "engine.model_runner",
+            "kernels.launch",
+        },
         {"torch", "triton"},
     ),
     "engine.prompts": ({"sampling_params"}, {"numpy", "transformers"}),

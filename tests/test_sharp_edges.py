@@ -214,12 +214,12 @@ def test_logits_that_are_not_finite_end_that_request_only(bad, llm, canary, monk
         if len(calls) == 4 and len(logits) == 3:
             logits = logits.clone()
             if bad == float("inf"):
-                logits[1, 5] = bad
+                logits[0, 5] = bad  # longest first: the second prompt
             else:
-                logits[1] = bad
+                logits[0] = bad
         return sample(logits, *args)
 
-    prompts = [CANARY, [9] * 20, [8] * 5]
+    prompts = [CANARY, [9] * 40, [8] * 5]
     expected = llm.generate(prompts, GREEDY, use_tqdm=False)
     monkeypatch.setattr(llm._runner.sampler, "forward", sample_broken)
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)

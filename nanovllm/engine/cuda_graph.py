@@ -42,7 +42,7 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def _capture(
+def capture(
     step: Callable[[], StepResult], pool: Any, keep_logits: bool
 ) -> tuple[torch.cuda.CUDAGraph, StepResult]:
     # Once outside: kernels are compiled and libraries initialised where that is legal.
@@ -81,7 +81,7 @@ class DecodeGraphs:
             buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=device)
             captured = functools.partial(step, **to_device(arrays, device, buffer))
             self._inputs[size] = buffer
-            self._graphs[size], self._results[size] = _capture(captured, pool, keep_logits)
+            self._graphs[size], self._results[size] = capture(captured, pool, keep_logits)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a decode batch, or None where no bucket holds it.
@@ -103,7 +103,11 @@ class DecodeGraphs:
 
 # (tokens, sequences) of a captured prefill. Launching the kernels of a prefill one by one takes the
 # host longer than the device needs for some thousand tokens.
-_PREFILL_BUCKETS = ((64, 4), (128, 8), (256, 16), (512, 32), (1024, 64), (2048, 64), (4096, 128))
+# Padding costs as much as tokens do, so that the steps are small where the device is busy.
+_PREFILL_BUCKETS = (
+    (64, 4), (128, 8), (256, 16), (512, 32), (1024, 64), (1536, 64), (2048, 64), (2560, 96),
+    (3072, 96), (3584, 128), (4096, 128),
+)  # fmt: skip
 
 
 class PrefillGraphs:
@@ -123,7 +127,7 @@ class PrefillGraphs:
         self._device, self._block_size = state.num_tokens.device, state.block_size
         num_rows, max_num_blocks = len(state.num_tokens) - 1, state.block_tables.size(1)
         self._shapes = [
-            PrefillShape(num_tokens, min(num_seqs, num_rows), max_num_blocks)
+            PrefillShape(num_tokens, min(num_seqs, num_rows), max_num_blocks, True)
             for num_tokens, num_seqs in _PREFILL_BUCKETS
             if num_tokens <= max_num_tokens
         ]
@@ -142,7 +146,7 @@ class PrefillGraphs:
                 return step(prefill_inputs(tensors, state, lens, lens, has_cached_context=False))
 
             self._inputs[shape] = buffer
-            self._graphs[shape], self._results[shape] = _capture(captured, pool, keep_logits)
+            self._graphs[shape], self._results[shape] = capture(captured, pool, keep_logits)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a prefill batch, or None where no bucket holds it."""

@@ -62,7 +62,7 @@ class DecodeState:
         self, rows: torch.Tensor, new_blocks: torch.Tensor, out: DecodeInputs | None = None
     ) -> DecodeInputs:
         """The inputs of a decode step of these rows; see gather_inputs."""
-        if out is None and not rows.is_cuda and rows.numpy().min(initial=0) >= 0:
+        if out is None and rows.is_cpu and rows.numpy().min(initial=0) >= 0:
             return self._gather_on_host(rows.numpy(), new_blocks.numpy())
         return gather_inputs(
             rows,

@@ -41,6 +41,10 @@ class PrefillShape:
     num_tokens: int
     num_seqs: int
     max_num_blocks: int  # width of the block tables
+    # Whether attention sees one sequence more, of the padding tokens. Left out, what they hold
+    # would be whatever lay in memory, and kernels that load whole tiles of values and then multiply
+    # some by 0 would spread a NaN from there.
+    attends_padding: bool = False
 
     @classmethod
     def of(cls, batch: ScheduledBatch) -> "PrefillShape":
@@ -62,14 +66,18 @@ def prefill_arrays(
     tables = np.zeros((shape.num_seqs, shape.max_num_blocks), np.int32)
     tables[: batch.num_seqs, : batch.block_tables.shape[1]] = batch.block_tables
     n, m = shape.num_tokens, shape.num_seqs
+    q_lens, k_lens = _pad(counts, m, 0), _pad(ends, m, 0)
+    if shape.attends_padding:
+        num_padding = n - len(batch.input_ids)
+        q_lens, k_lens = np.append(q_lens, num_padding), np.append(k_lens, num_padding)
     return {
         "seeds": _pad(batch.seeds, m, 0).view(np.int32),
         "sampled_seeds": _pad(batch.seeds[is_sampled], m, 0).view(np.int32),
         "input_ids": _pad(batch.input_ids, n, 0),
         "positions": _pad(positions, n, 0),
         "slot_mapping": _pad(slots, n, -1),
-        "cu_seqlens_q": _cumulative(_pad(counts, m, 0)),
-        "cu_seqlens_k": _cumulative(_pad(ends, m, 0)),
+        "cu_seqlens_q": _cumulative(q_lens),
+        "cu_seqlens_k": _cumulative(k_lens),
         "logits_indices": _pad((np.cumsum(counts, dtype=np.int32) - 1)[is_sampled], m, 0),
         "block_tables": tables,
         "ends": _pad(ends, m, 0),

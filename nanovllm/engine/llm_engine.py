@@ -56,7 +56,7 @@ class LLMEngine:
         checkpoint = resolve_checkpoint(config.model)
         hf_config = load_hf_config(checkpoint)
         self.max_model_len, head_dim = _check_model(config, hf_config, checkpoint)
-        compilation = start_compiling(config, hf_config, checkpoint, self.max_model_len)
+        compilation = start_compiling(config, hf_config, self.max_model_len)
         try:
             _check_backend(config, hf_config, head_dim)
             self.tokenizer = load_tokenizer(checkpoint)

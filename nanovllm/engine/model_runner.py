@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanovllm.attention import select_backend
+from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine import input_batch, kv_cache
 from nanovllm.engine.cuda_graph import DecodeGraphs, PrefillGraphs, StepResult
@@ -93,13 +93,7 @@ class ModelRunner:
         self.model: Any = self._load_model(hf_config, checkpoint)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
-        self.backend, self.backend_reason = select_backend(
-            config.attention_backend,
-            self.device,
-            self.dtype,
-            layers[0].head_dim,
-            config.kvcache_block_size,
-        )
+        self.backend, self.backend_reason = self._select_backend(layers[0].head_dim)
         for layer in layers:
             layer.backend = self.backend
         self.sampler = Sampler()
@@ -124,7 +118,11 @@ class ModelRunner:
         self.pool = kv_cache.allocate(self.model, shape, self.num_blocks, self.backend, self.device)
         if self.device.type == "cuda":
             self._compile_prefills()
-        self._capture_graphs()
+            self._capture_graphs()
+
+    def _select_backend(self, head_dim: int) -> tuple[AttentionBackend, str]:
+        name, block_size = self.config.attention_backend, self.config.kvcache_block_size
+        return select_backend(name, self.device, self.dtype, head_dim, block_size)
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
@@ -173,19 +171,23 @@ class ModelRunner:
             torch.cuda.empty_cache()
         distributed.destroy()
 
-    def _load_model(self, hf_config: Any, checkpoint: Path) -> torch.nn.Module:
+    def _make_model(self, hf_config: Any) -> torch.nn.Module:
+        """The model with uninitialised weights."""
         default_dtype = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
             with torch.device(self.device):
-                model = get_model_class(hf_config)(hf_config)
+                return get_model_class(hf_config)(hf_config).eval()
         finally:
             torch.set_default_dtype(default_dtype)
+
+    def _load_model(self, hf_config: Any, checkpoint: Path) -> torch.nn.Module:
+        model = self._make_model(hf_config)
         if self.config.load_format == "dummy":
             load_dummy(model, self.config.seed)
         else:
             load_model(model, checkpoint, self.device, show_progress=distributed.tp_rank() == 0)
-        return model.eval()
+        return model
 
     def _size_pool(self, shape: CacheShape) -> int:
         """Blocks of this engine's pool: as configured or as fits, the same on every rank."""
@@ -223,7 +225,7 @@ class ModelRunner:
         rows that nobody owns yet.
         """
         length = min(16, self.max_model_len - 1)
-        for num_seqs in {min(2, self.num_rows), min(65, self.num_rows)}:
+        for num_seqs in {min(2, self.num_rows), min(257, self.num_rows)}:
             for num_cached in (0, 1):
                 batch = warm_up_batch(
                     [length] * num_seqs, self.config.kvcache_block_size, num_cached
@@ -233,9 +235,9 @@ class ModelRunner:
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         config = self.config
-        if self.device.type != "cuda" or config.enforce_eager or not self.backend.is_graph_safe:
+        if config.enforce_eager or not self.backend.is_graph_safe:
             return
-        pool = torch.cuda.graph_pool_handle()
+        pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         max_num_seqs = min(self.num_rows, self.num_blocks)
         self.decode_graphs = DecodeGraphs(
             self._captured_step, max_num_seqs, pool, self.keep_logits, self.device

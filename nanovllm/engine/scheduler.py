@@ -60,6 +60,7 @@ class Scheduler:
         self.table = SequenceTable(self.max_num_running, self.max_len, self.block_size)
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)
         self._running: IntArray = np.empty(0, np.int32)  # rows, in order of admission
+        self._ordered = self._running, self._running  # and the same rows in order of decoding
         self._refused: tuple[Sequence | None, int] = (None, 0)  # see _admit
         self._num_inflight_steps = 0
         self._num_decodes_since_prefill = 0
@@ -207,10 +208,16 @@ class Scheduler:
         """One token for each running sequence that goes on, after making room for it."""
         table, size = self.table, self.block_size
         # All tokens but the newest are cached, so that one stands here, read back or not.
-        starts = table.num_cached_tokens[self._running]
+        if self._ordered[0] is not self._running:
+            # Longest first: attention over a long context must not start last. All contexts grow
+            # alike, so that the order stays and a step sends the device no new rows.
+            order = np.argsort(-table.num_cached_tokens[self._running], kind="stable")
+            self._ordered = self._running, self._running[order]
+        rows = self._ordered[1]
+        starts = table.num_cached_tokens[rows]
         # With an unread token a sequence may have reached its end already.
-        goes_on = starts + 1 < table.stop_len[self._running]
-        rows, starts = self._running[goes_on], starts[goes_on]
+        goes_on = starts + 1 < table.stop_len[rows]
+        rows, starts = rows[goes_on], starts[goes_on]
         new_blocks = np.full(len(rows), -1, np.int32)
         for i in (starts % size == 0).nonzero()[0].tolist():
             row, index = int(rows[i]), int(starts[i]) // size
@@ -222,8 +229,10 @@ class Scheduler:
                     return None
                 self._preempt(self._sequence(self._running[-1]))
             new_blocks[i] = table.block_tables[row, index]
-        n = min(len(rows), len(self._running))  # the preempted ones were the last
-        return self._build_decode(rows[:n], starts[:n], new_blocks[:n]) if n else None
+        is_kept = table.seq_ids[rows] >= 0
+        if np.count_nonzero(is_kept) < len(rows):  # some were preempted
+            rows, starts, new_blocks = rows[is_kept], starts[is_kept], new_blocks[is_kept]
+        return self._build_decode(rows, starts, new_blocks) if len(rows) else None
 
     def _preempt(self, seq: Sequence) -> None:
         assert len(self._running) > 1, "the last running sequence was preempted"

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm.kernels.launch import next_power_of_2, tl, triton, use_triton
+from nanovllm.kernels import launch
+from nanovllm.kernels.launch import tl, triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ def gather_inputs(
     block_tables: int32 [num_rows, max_num_blocks]. temperatures: float32, seeds: int64 [num_rows].
     out: where to write; None: new tensors.
     """
-    if not use_triton(rows):
+    if not launch.use_triton(rows):
         assert out is None, "the reference returns new tensors"
         state = (last_tokens, num_tokens, block_tables, temperatures, seeds)
         return gather_inputs_ref(rows, new_blocks, *state, block_size)
@@ -124,7 +125,7 @@ def gather_inputs(
         rows, new_blocks, last_tokens, num_tokens, block_tables, temperatures, seeds,
         out.input_ids, out.positions, out.slot_mapping, out.context_lens, out.block_tables,
         out.temperatures, out.seeds, max_num_blocks,
-        BLOCK_SIZE=block_size, WIDTH=next_power_of_2(max_num_blocks), num_warps=1,
+        BLOCK_SIZE=block_size, WIDTH=launch.next_power_of_2(max_num_blocks), num_warps=1,
     )  # fmt: skip
     return out
 
@@ -157,7 +158,7 @@ def append_tokens(
 
     rows: int32 [n], no row twice, -1 for padding. tokens: int64 or int32 [n].
     """
-    if not use_triton(rows):
+    if not launch.use_triton(rows):
         append_tokens_ref(rows, tokens, last_tokens, num_tokens)
         return
     n, block = len(rows), 128

@@ -24,7 +24,9 @@ FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs m
 LOG2_E = 1.4426950408889634
 
 # batch up to: (programs an SM to split for, keys a tile for 2-byte heads of 128, warps, stages)
-_CONFIGS = {8: (4, 64, 4, 2), 16: (2, 64, 4, 2), 64: (4, 64, 4, 3), 1 << 30: (4, 128, 4, 3)}
+# Small tiles leave room for several programs an SM, which short contexts need to hide their loads.
+_CONFIGS = {8: (4, 64, 4, 2), 16: (2, 64, 4, 2), 64: (4, 64, 4, 3), 256: (4, 32, 2, 5)}
+_CONFIGS[1 << 30] = (4, 32, 2, 3)
 _MAX_SPLITS = 64
 
 

@@ -19,12 +19,12 @@ from nanovllm.kernels import launch
 from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 
 LOG2_E = 1.4426950408889634
-_BLOCK_SEQS = (64, 1024, 8192, 1 << 20)  # sequences; few sizes, since each is a compilation
+_BLOCK_SEQS = (256, 2048, 16384, 1 << 20)  # sequences; few sizes, since each is a compilation
 
 # (padded head_dim up to, large shared memory): (rows, keys, warps, stages) of a tile
 _CONFIGS = {
-    (64, True): (128, 128, 8, 3),
-    (128, True): (128, 128, 8, 3),
+    (64, True): (64, 64, 4, 3),
+    (128, True): (64, 64, 4, 3),
     (256, True): (128, 64, 8, 2),
     (64, False): (128, 64, 4, 3),
     (128, False): (128, 64, 8, 2),

@@ -11,7 +11,6 @@ from torch import nn
 
 from nanovllm.layers.linear import ShardId, make_parameter
 from nanovllm.utils import distributed
-from nanovllm.utils.context import get_context
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -58,14 +57,8 @@ class ParallelLMHead(VocabParallelEmbedding):
     def forward(  # type: ignore[override]  # ids in for the embedding, hidden states in for this
         self, hidden_states: torch.Tensor
     ) -> torch.Tensor | None:
-        """Logits of the rows that the step needs them for.
-
-        hidden_states: float [num_tokens, hidden_size]
-        returns: float [num_logits, vocab_size] on rank 0, None on the others
-        """
-        indices = get_context().logits_indices
-        if indices is not None:
-            hidden_states = hidden_states.index_select(0, indices)
+        """hidden_states: float [num_rows, hidden_size]; returns [num_rows, vocab_size] on rank
+        0, None on the others."""
         local_logits = F.linear(hidden_states, self.weight)
         if self.tp_size == 1:
             return local_logits

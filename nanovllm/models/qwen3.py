@@ -15,6 +15,7 @@ from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
+from nanovllm.utils.context import get_context
 
 
 def head_dim_of(hf_config: Any) -> int:
@@ -41,12 +42,23 @@ class Qwen3Attention(nn.Module):
         )
 
     def forward(
-        self, x: NormInput, positions: torch.Tensor, cos_sin: torch.Tensor, next_norm: RMSNorm
+        self,
+        x: NormInput,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        next_norm: RMSNorm,
+        indices: torch.Tensor | None,
     ) -> NormInput:
-        """x: rows [num_tokens, hidden_size]; returns the stream for next_norm's reader."""
+        """x: rows [num_tokens, hidden_size]; returns the stream for next_norm's reader.
+
+        indices: int [n] rows to go on with, None for all
+        """
         qkv, sum_squares = self.qkv_proj(x)
         out = self.attn(qkv, sum_squares, positions, cos_sin, self.q_norm, self.k_norm)
-        return self.o_proj(out, x.hidden, next_norm.weight, next_norm.eps)
+        hidden = x.hidden
+        if indices is not None:
+            out, hidden = out.index_select(0, indices), hidden.index_select(0, indices)
+        return self.o_proj(out, hidden, next_norm.weight, next_norm.eps)
 
 
 class Qwen3MLP(nn.Module):
@@ -76,10 +88,15 @@ class Qwen3DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
 
     def forward(
-        self, x: NormInput, positions: torch.Tensor, cos_sin: torch.Tensor, next_norm: RMSNorm
+        self,
+        x: NormInput,
+        positions: torch.Tensor,
+        cos_sin: torch.Tensor,
+        next_norm: RMSNorm,
+        indices: torch.Tensor | None = None,
     ) -> NormInput:
-        """x: the stream for input_layernorm's reader; returns it for next_norm's."""
-        x = self.self_attn(x, positions, cos_sin, self.post_attention_layernorm)
+        """x: the stream for input_layernorm's reader; returns it for next_norm's, of these rows."""
+        x = self.self_attn(x, positions, cos_sin, self.post_attention_layernorm, indices)
         return self.mlp(x, next_norm)
 
 
@@ -98,11 +115,16 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(hf_config.hidden_size, hf_config.rms_norm_eps)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """input_ids, positions: int [num_tokens]; returns float [num_tokens, hidden_size]."""
+        """input_ids, positions: int [num_tokens]; returns float [num_logits, hidden_size].
+
+        Of a prompt only the last row is read. The last layer needs the others' keys and values,
+        and nothing after its attention.
+        """
         norms = [layer.input_layernorm for layer in self.layers] + [self.norm]
         x = norms[0](self.embed_tokens(input_ids))
-        for layer, next_norm in zip(self.layers, norms[1:], strict=True):
-            x = layer(x, positions, self.rotary_emb.cos_sin, next_norm)
+        indices = [None] * (len(self.layers) - 1) + [get_context().logits_indices]
+        for layer, next_norm, rows in zip(self.layers, norms[1:], indices, strict=True):
+            x = layer(x, positions, self.rotary_emb.cos_sin, next_norm, rows)
         return normalize(x)
 
 
@@ -128,12 +150,12 @@ class Qwen3ForCausalLM(nn.Module):
         """One step over the packed batch that the current context describes.
 
         input_ids, positions: int64 [num_tokens]
-        returns: float [num_tokens, hidden_size]
+        returns: float [num_logits, hidden_size] of the rows that the step needs logits for
         """
         return self.model(input_ids, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """hidden_states: float [num_tokens, hidden_size]; returns what `ParallelLMHead` does."""
+        """hidden_states: float [num_logits, hidden_size]; returns what `ParallelLMHead` does."""
         return self.lm_head(hidden_states)
 
     @classmethod

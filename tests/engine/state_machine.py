@@ -36,6 +36,7 @@ tokens that were sampled (10), nothing that a step with bad logits computed stay
 there is always a step to launch unless all blocks are taken or all ends are in flight (11).
 """
 
+import operator
 import random
 from collections import Counter, deque
 from typing import NoReturn
@@ -336,8 +337,11 @@ class Scenario:
                     self._fail(5, f"computes another token than the last of {req.tokens}")
                 step.reads.append((seq, req, device.table[: n + 1], position + 1))
         goes_on = [seq for seq in self.scheduler.running if self._goes_on(seq)]
-        if seqs != goes_on:
+        by_id = operator.attrgetter("seq_id")
+        if sorted(seqs, key=by_id) != sorted(goes_on, key=by_id):
             self._fail(8, "a decode step is one token for each running sequence that goes on")
+        if starts != sorted(starts, reverse=True):
+            self._fail(8, f"contexts of {starts} tokens in a decode step, needs the longest first")
 
     def _sample(self, step: Step, device: DeviceRow, seq: Sequence) -> None:
         """A random token, but mostly one that equal prefixes agree on, so that outputs repeat."""

@@ -188,6 +188,14 @@ def test_slots_follow_the_block_table_at_any_block_size(block_size):
     assert inputs.context.slot_mapping.tolist() == expected
 
 
+def test_padding_tokens_are_a_sequence_to_attention():
+    """Every row is computed: what lay in memory could be NaN, and reach others as 0 * NaN."""
+    shape = PrefillShape(10, 5, 4, attends_padding=True)
+    arrays = input_batch.prefill_arrays(mixed_prefill(), shape, block_size=4)
+    assert arrays["cu_seqlens_q"].tolist() == [0, 2, 5, 7, 7, 7, 10]
+    assert arrays["cu_seqlens_k"].tolist() == [0, 6, 9, 15, 15, 15, 18]
+
+
 def test_padded_prefill_has_tokens_without_a_slot_and_sequences_without_a_token():
     """As a captured prefill is: of the sizes that were captured, whatever the batch."""
     arrays = input_batch.prefill_arrays(mixed_prefill(), PrefillShape(10, 5, 4), block_size=4)

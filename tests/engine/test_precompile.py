@@ -1,14 +1,23 @@
 """Compiling in parallel is an aid: it never fails a start, and waits for no child for ever."""
 
+import collections
+import importlib
+import inspect
 import os
+import pkgutil
+import re
 import time
+import types
+from pathlib import Path
 
 import pytest
 import torch
 
-from nanovllm.config import Config
-from nanovllm.engine import precompile
-from nanovllm.engine.precompile import Compilation, start_compiling
+from nanovllm import kernels
+from nanovllm.config import Config, load_hf_config
+from nanovllm.engine import cuda_graph, precompile
+from nanovllm.engine.precompile import Compilation, _Compiler, start_compiling
+from nanovllm.kernels import launch, sample
 
 
 def fork_child(body) -> tuple[int, int]:
@@ -25,7 +34,7 @@ def fork_child(body) -> tuple[int, int]:
 
 def test_wait_returns_when_the_children_have_ended(tmp_path):
     pid, done_fd = fork_child(lambda: None)
-    Compilation([pid], done_fd, tmp_path / "new" / "marker").wait()
+    Compilation([pid], done_fd, tmp_path / "new" / "marker", tmp_path / "claims").wait()
     assert (tmp_path / "new" / "marker").exists()
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)  # reaped: no zombie is left
@@ -35,7 +44,7 @@ def test_a_child_that_hangs_is_killed_at_the_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(precompile, "_DEADLINE_S", 0.2)
     pid, done_fd = fork_child(lambda: time.sleep(600))
     began = time.monotonic()
-    Compilation([pid], done_fd, tmp_path / "marker").wait()
+    Compilation([pid], done_fd, tmp_path / "marker", tmp_path / "claims").wait()
     assert time.monotonic() - began < 30
     with pytest.raises(ChildProcessError):
         os.waitpid(pid, 0)
@@ -44,7 +53,41 @@ def test_a_child_that_hangs_is_killed_at_the_deadline(tmp_path, monkeypatch):
 def test_nothing_is_forked_for_the_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     config = Config(model=str(tmp_path), device="cpu")
-    assert start_compiling(config, None, tmp_path, 64) is None
+    assert start_compiling(config, None, 64) is None
     if not torch.cuda.is_available():
         config = Config(model=str(tmp_path))
-        assert start_compiling(config, None, tmp_path, 64) is None
+        assert start_compiling(config, None, 64) is None
+
+
+def test_the_stand_in_walks_through_every_kernel_of_a_start(monkeypatch):
+    """With a count in place of Triton's launch: no GPU is needed."""
+    driver = pytest.importorskip("triton.runtime").driver
+    launches: collections.Counter[str] = collections.Counter()
+
+    def count(self, *args, grid, **kwargs):
+        launches[self.fn.__name__.strip("_")] += 1
+
+    # Kernels are interpreted in this process, or else compiled.
+    monkeypatch.setattr(type(sample._draw_kernel), "run", count)
+    monkeypatch.setattr(driver, "_active", types.SimpleNamespace())  # there is none here
+    facts = launch.Gpu(pdl=True)
+    monkeypatch.setattr(launch, "gpu", lambda device: facts)
+    for module, name in ((launch, "use_triton"), (cuda_graph, "capture")):
+        monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
+    for name in ("linear", "embedding"):
+        monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
+    precompile._compute_nothing()
+    checkpoint = Path(__file__).parents[1] / "assets" / "tiny-qwen3"
+    config = Config(model=str(checkpoint), load_format="dummy", num_kvcache_blocks=512)
+    _Compiler(config, load_hf_config(checkpoint), 1024).walk()
+    assert set(launches) == set(all_kernels())
+    assert min(launches.values()) >= 2
+
+
+def all_kernels() -> list[str]:
+    """Names of the functions that some module of nanovllm.kernels launches."""
+    names = []
+    for module in pkgutil.iter_modules(kernels.__path__, "nanovllm.kernels."):
+        source = inspect.getsource(importlib.import_module(module.name))
+        names += re.findall(r"_(\w+_kernel)\[", source)
+    return names

@@ -14,7 +14,6 @@ from nanovllm.layers.linear import (
     shard_size,
 )
 from nanovllm.utils import distributed
-from nanovllm.utils.context import Context, use_context
 
 HIDDEN, HEAD_DIM, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 24, 10, 6, 2, 28, 37
 
@@ -94,14 +93,12 @@ def check_embedding_and_head(w, rank, size):
     assert torch.equal(embedding(ids), w["embedding"][ids])
     head = ParallelLMHead(VOCAB, HIDDEN, embedding.weight)
     assert head.weight is embedding.weight
-    for rows in (None, torch.tensor([4, 0]), torch.tensor([2], dtype=torch.int32)):
-        slots = torch.zeros(5, dtype=torch.int32)
-        with use_context(Context(is_prefill=True, slot_mapping=slots, logits_indices=rows)):
-            logits = head(w["x"])
+    for rows in (None, torch.tensor([4, 0]), torch.tensor([2])):
+        logits = head(w["x"] if rows is None else w["x"][rows])
         if rank > 0:
             assert logits is None
             continue
-        wanted = w["x"] if rows is None else w["x"][rows.long()]
+        wanted = w["x"] if rows is None else w["x"][rows]
         torch.testing.assert_close(logits, wanted @ w["embedding"].T)
 
 
@@ -133,8 +130,7 @@ def test_padding_of_the_vocabulary_has_no_logits(monkeypatch):
         load(head.weight, weights["embedding"])
         assert head.weight.shape == (19, HIDDEN) and head.weight.isfinite().all()
         parts.append(F.linear(weights["x"], head.weight))
-    with use_context(Context(is_prefill=False, slot_mapping=torch.zeros(5, dtype=torch.int32))):
-        logits = head(weights["x"])
+    logits = head(weights["x"])
     torch.testing.assert_close(logits, weights["x"] @ weights["embedding"].T)
 
 
@@ -149,8 +145,7 @@ def test_layers_keep_the_group_they_were_built_in(monkeypatch):
         monkeypatch.setattr(distributed, function, lambda *_: pytest.fail("communication"))
     layer(torch.randn(3, 6), torch.randn(3, 4), torch.ones(4), 1e-6)
     embedding(torch.tensor([1, 8]))
-    with use_context(Context(is_prefill=False, slot_mapping=torch.zeros(3, dtype=torch.int32))):
-        assert head(torch.randn(3, 4)).shape == (3, 9)
+    assert head(torch.randn(3, 4)).shape == (3, 9)
 
 
 def test_size_that_does_not_divide_is_refused_with_the_numbers(monkeypatch):
