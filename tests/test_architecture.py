@@ -17,8 +17,10 @@ PACKAGE = ROOT / "nanovllm"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # 4,500 until the Triton kernels came. Planned at 760 lines they take about 1,650, since each serves
-# any shape, dtype and GPU from sm_80 and keeps its reference beside it. The rest kept to plan.
-MAX_PACKAGE_LINES = 5000
+# any shape, dtype and GPU from sm_80 and keeps its reference beside it. Then came what requests ask
+# for (issue 4): 23 checked parameters (235), their logits (235), text with stop strings (160), chat
+# and prompts (260), and structured output, half of which refuses what xgrammar would ignore (340).
+MAX_PACKAGE_LINES = 6500
 MAX_FILE_LINES = 240
 MAX_FUNCTION_LINES = 60
 # The exceptions, each with a limit of its own. A file holds the reference, the kernel and the
@@ -71,7 +73,12 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
         },
         {"torch", "triton"},
     ),
-    "engine.prompts": ({"sampling_params"}, {"numpy", "transformers"}),
+    "engine.params": ({"sampling_params"}, set()),
+    "engine.prompts": ({"engine.params", "sampling_params"}, {"numpy", "transformers"}),
+    "engine.chat": ({"engine.prompts"}, set()),
+    "engine.detokenizer": (set(), set()),
+    "engine.json_schema": (set(), set()),
+    "engine.structured": ({"engine.json_schema"}, {"numpy", "torch", "xgrammar"}),
     "engine.decode_state": ({"engine.sequence", "kernels.decode_step"}, {"numpy", "torch"}),
     "engine.input_batch": (
         {"engine.decode_state", "engine.sequence", "kernels.decode_step", "utils.context"},
