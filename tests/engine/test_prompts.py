@@ -1,12 +1,15 @@
 """What callers may pass as prompts, and how each mistake is named."""
 
 import json
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from nanovllm.engine.params import bad_word_ids, check_params, default_sampling_params
 from nanovllm.engine.prompts import (
     PromptReader,
     find_eos_token_ids,
@@ -15,6 +18,7 @@ from nanovllm.engine.prompts import (
 )
 from nanovllm.sampling_params import SamplingParams
 
+TINY_QWEN3 = Path(__file__).parents[1] / "assets" / "tiny-qwen3"
 VOCAB_SIZE = 128
 MAX_LEN = 16
 
@@ -72,6 +76,55 @@ def test_numpy_scalars_are_accepted_as_ids():
 def test_list_may_mix_kinds_and_keeps_its_order():
     prompts = ["AB", [1, 2], torch.tensor([3]), "C", np.array([4]), (5, 6)]
     assert read(prompts) == [[65, 66], [1, 2], [3], [67], [4], [5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ({"prompt": "AB"}, [65, 66]),
+        ({"prompt_token_ids": [1, 2]}, [1, 2]),
+        ({"prompt_token_ids": np.array([1, 2])}, [1, 2]),
+        ({"prompt_token_ids": torch.tensor([1, 2])}, [1, 2]),
+    ],
+)
+def test_dict_of_vllm_is_one_prompt_alone_and_in_lists(prompt, ids):
+    assert read(prompt) == [ids]
+    assert read(["C", prompt, [3], prompt]) == [[67], ids, [3], ids]
+
+
+class Unprintable:
+    def __repr__(self):
+        raise RuntimeError("no text for this")
+
+
+class Index:
+    """An integer to Python and to nobody else."""
+
+    def __index__(self):
+        return 5
+
+
+def test_lists_of_every_kind_of_integer_are_read_as_numpy_reads_them():
+    """Lists are packed together at first; 0 and 1 are where a bool could hide."""
+    rng = random.Random(0)
+    kinds = [int, np.int8, np.int64, np.uint64, np.int32]
+    for _ in range(200):
+        prompts = [
+            [rng.choice(kinds)(rng.randrange(4)) for _ in range(rng.randrange(1, MAX_LEN))]
+            for _ in range(rng.randrange(1, 9))
+        ]
+        assert read(prompts) == [np.array(x).tolist() for x in prompts]
+    assert read([[Index(), 0]]) == [[5, 0]]
+
+
+@pytest.mark.parametrize("bad", [True, False, np.True_, np.False_, 1.0, -1, 128, 2**31, 2**32, "A"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_bad_element_is_found_in_any_place_of_any_list(bad, place):
+    for i in range(3):
+        prompts = [[0, 1, 2], [0, 1, 2], [127, 0, 1]]
+        prompts[i][place] = bad
+        with pytest.raises((TypeError, ValueError), match=rf"^prompts\[{i}\]: got "):
+            read(prompts)
 
 
 def test_no_prompts_give_no_results():
@@ -161,9 +214,9 @@ def test_one_long_prompt_in_a_hundred_is_found_before_any_work(num_tokens, posit
         b"AB",
         bytearray(b"AB"),
         memoryview(b"AB"),
-        {"prompt": "A"},
         {1, 2},
         object(),
+        Unprintable(),
         [1.0, 2.0],
         [1, 2.5],
         [1, None],
@@ -196,8 +249,72 @@ def test_prompt_of_another_type_is_named_by_its_position(bad):
 
 
 @pytest.mark.parametrize(
-    "bad", [None, 5, 1.5, object(), {"A": 1}, {1}, iter("A"), torch.ones(2, 2)]
+    ("bad", "message"),
+    [
+        ({}, "got none of 'prompt' and 'prompt_token_ids'"),
+        ({"prompt": "A", "prompt_token_ids": [1]}, "got both of 'prompt' and"),
+        ({"prompt": "A", "prompts": "B"}, "got the key 'prompts' that is unknown"),
+        ({1: "A"}, "got the key 1 that is unknown"),
+        ({"multi_modal_data": {}, "prompt": "A"}, "'multi_modal_data' that this engine cannot"),
+        ({"prompt": "A", "cache_salt": "B"}, "got the key 'cache_salt' that this engine cannot"),
+        ({"prompt_embeds": 1}, "got the key 'prompt_embeds' that this engine cannot honour"),
+        ({"prompt": [1]}, "got list as 'prompt', needs a string"),
+        ({"prompt": None}, "got NoneType as 'prompt', needs a string"),
+        ({"prompt_token_ids": "A"}, "got str as 'prompt_token_ids', needs a list"),
+        ({"prompt_token_ids": None}, "got NoneType, needs"),
+        ({"prompt_token_ids": {"prompt": "A"}}, "got dict, needs"),
+        ({"prompt": ""}, "got an empty prompt"),
+        ({"prompt": "A\ud800"}, "got a string with a lone surrogate at 1"),
+    ],
 )
+def test_dict_with_other_keys_or_values_is_named_by_its_position(bad, message):
+    with pytest.raises((ValueError, TypeError), match=rf"^prompts\[1\]: .*{message}"):
+        read(["A", bad])
+    with pytest.raises((ValueError, TypeError), match=rf"^prompts\[0\]: .*{message}"):
+        read(bad)
+
+
+# -- one bad prompt beside good ones ---------------------------------------------------------------
+
+
+class BrokenTokenizer(FakeTokenizer):
+    """Fails on a whole batch for one text in it, with what only the Rust tokenizers raise."""
+
+    def __call__(self, texts):
+        if any("!" in text for text in texts):
+            raise Exception("no exclamations")
+        return super().__call__(texts)
+
+
+def test_bad_prompts_get_their_errors_and_the_others_their_ids():
+    bad = [None, [True], [-1], "", [1] * 99, "A!", "A\ud800", {"x": 1}, [0, [1]], 5, [[2**70]]]
+    reader = PromptReader(BrokenTokenizer(1), VOCAB_SIZE, MAX_LEN)
+    good = ["AB", [0, 1], {"prompt": "C"}, np.array([7]), {"prompt_token_ids": [3]}]
+    prompts = [item for pair in zip(bad, good * 3, strict=False) for item in pair]
+    results = reader.read(prompts, on_error="return")
+    assert len(results) == len(prompts)
+    for i, result in enumerate(results):
+        if i % 2 == 0 and bad[i // 2] != "":  # BOS alone is a prompt
+            assert isinstance(result, (ValueError, TypeError)), prompts[i]
+            assert str(result).startswith(f"prompts[{i}]: "), result
+        else:
+            assert result.tolist() == reader.read([prompts[i]])[0].tolist()
+
+
+def test_first_bad_prompt_is_the_one_that_is_raised():
+    for prompts, i in ((["A", [True], "A!", None], 1), (["A", "A!", [True]], 1), (["A!"], 0)):
+        with pytest.raises((ValueError, TypeError), match=rf"^prompts\[{i}\]: "):
+            PromptReader(BrokenTokenizer(), VOCAB_SIZE, MAX_LEN).read(prompts)
+
+
+def test_what_is_no_list_of_prompts_is_raised_in_any_case():
+    with pytest.raises(TypeError, match="^prompts: got int"):
+        make_reader().read(5, on_error="return")
+    with pytest.raises(ValueError, match="^on_error: got 'skip', needs 'raise' or 'return'"):
+        make_reader().read(["A"], on_error="skip")
+
+
+@pytest.mark.parametrize("bad", [None, 5, 1.5, object(), {1}, iter("A"), torch.ones(2, 2)])
 def test_argument_that_is_no_list_of_prompts_is_refused(bad):
     with pytest.raises(TypeError, match="^prompts: got "):
         read(bad)
@@ -238,6 +355,136 @@ def test_something_else_as_sampling_params_is_refused(bad):
         read_sampling_params(bad, 2)
     with pytest.raises(TypeError, match=r"^sampling_params\[1\]: got "):
         read_sampling_params([SamplingParams(), bad], 2)
+
+
+def test_bad_sampling_params_get_their_errors_and_the_others_are_kept():
+    good = SamplingParams(max_tokens=3)
+    results = read_sampling_params([good, 5, None, good], 4, on_error="return")
+    assert results[0] is results[3] is good
+    assert [str(x).partition(":")[0] for x in results[1:3]] == [
+        "sampling_params[1]",
+        "sampling_params[2]",
+    ]
+    with pytest.raises(ValueError, match="^sampling_params: got 1 for 2 prompts"):
+        read_sampling_params([good], 2, on_error="return")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"logit_bias": {127: 1.0, 128: 1.0}}, "logit_bias: got token id 128, needs 0 <= id < 128"),
+        ({"allowed_token_ids": [5, 500]}, "allowed_token_ids: got token id 500"),
+        ({"stop_token_ids": [128]}, "stop_token_ids: got token id 128"),
+        ({"logprobs": 100}, "logprobs: got 100, needs at most 50"),
+        ({"prompt_logprobs": 51}, "prompt_logprobs: got 51, needs at most 50"),
+    ],
+)
+def test_params_that_do_not_fit_the_vocabulary_are_named(kwargs, message):
+    vocab_size = 50 if "needs at most" in message else VOCAB_SIZE
+    params, good = SamplingParams(**kwargs), SamplingParams()
+    with pytest.raises(ValueError, match=rf"^sampling_params\[1\]\.{message}"):
+        read_sampling_params([good, params], 2, vocab_size)
+    with pytest.raises(ValueError, match=rf"^sampling_params\.{message}"):
+        read_sampling_params(params, 2, vocab_size)
+    first, second = read_sampling_params([good, params], 2, vocab_size, on_error="return")
+    assert first is good and isinstance(second, ValueError)
+    assert read_sampling_params(params, 2) == [params] * 2
+
+
+def test_params_that_fit_the_vocabulary_are_kept():
+    ids = [0, VOCAB_SIZE - 1]
+    params = SamplingParams(
+        logit_bias=dict.fromkeys(ids, 1.0), allowed_token_ids=ids, stop_token_ids=ids, logprobs=50
+    )
+    assert check_params("params", params, VOCAB_SIZE) is params
+
+
+# -- bad words -------------------------------------------------------------------------------------
+
+
+class WordTokenizer:
+    """The longest known piece first; a leading space belongs to its word, as in BPE of GPT-2."""
+
+    PIECES = ("?", " dog", "dog", " he", "hel", "lo", " ", "\n", "cat")
+
+    def encode(self, text, add_special_tokens):
+        assert not add_special_tokens
+        ids = []
+        while text:
+            piece = max((p for p in self.PIECES if text.startswith(p)), key=len, default="?")
+            ids.append(self.PIECES.index(piece))
+            text = text[len(piece) :]
+        return ids
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), []),
+        (("dog",), [(2,), (1,)]),  # two tokens for it
+        ((" dog",), [(2,), (1,)]),
+        (("cat",), [(8,)]),  # " cat" is " ", "cat": banned by "cat" alone
+        (("hello",), [(4, 5), (3, 0, 5)]),  # " he", "?", "lo": another length, banned all the same
+        (("dog", " dog", "dog"), [(2,), (1,)]),
+        (("\n", " "), [(7,), (6,), (6, 6)][:2]),
+    ],
+)
+def test_bad_word_is_banned_with_and_without_a_space_before_it(words, expected):
+    assert bad_word_ids(WordTokenizer(), words) == expected
+
+
+def test_bad_word_without_tokens_of_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"^bad_words\[1\]: got 'cat', .*in the vocabulary"):
+        bad_word_ids(WordTokenizer(), ("dog", "cat"), vocab_size=8)
+    with pytest.raises(ValueError, match=r"^bad_words\[0\]: got ''"):
+        bad_word_ids(SimpleNamespace(encode=lambda *a, **k: []), ("",))
+
+
+def test_bad_words_of_the_bundled_tokenizer_are_those_that_it_writes():
+    tokenizer = load_tokenizer(TINY_QWEN3)
+    for ids in bad_word_ids(tokenizer, ("the", "Привет")):
+        assert tokenizer.decode(ids).strip() in ("the", "Привет")
+    with pytest.raises(ValueError, match=r"^bad_words\[0\]: the tokenizer failed on"):
+        bad_word_ids(tokenizer, ("\ud800",))
+
+
+# -- the checkpoint's defaults ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ({"temperature": 0.6, "top_k": 20, "top_p": 0.95}, {}),
+        ({"min_p": 0.1, "repetition_penalty": 1.1}, {}),
+        ({"temperature": 1.0, "top_p": 1.0, "top_k": 0}, {}),
+        ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.6}),
+        ({"do_sample": False}, {}),
+        ({"max_new_tokens": 2048}, {"max_tokens": 2048}),
+        ({"temperature": None, "top_k": None, "eos_token_id": 3, "max_length": 9}, {}),
+        ({}, {}),
+    ],
+)
+def test_defaults_are_what_generation_config_says(tmp_path, listed, expected):
+    """do_sample does not count, as in vLLM."""
+    (tmp_path / "generation_config.json").write_text(json.dumps(listed))
+    names = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+    same = {k: v for k, v in listed.items() if k in names and v is not None}
+    assert default_sampling_params(tmp_path) == same | expected
+    SamplingParams(**default_sampling_params(tmp_path))
+
+
+def test_no_generation_config_gives_no_defaults(tmp_path):
+    assert default_sampling_params(tmp_path) == {}
+    assert default_sampling_params(TINY_QWEN3) == {"temperature": 0.6}
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[1]", "7", "null", '{"temperature": "hot"}', '{"top_p": NaN}', '{"top_k": 1.5}']
+)
+def test_defaults_that_make_no_sense_are_named_with_their_file(tmp_path, text):
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ValueError, match="generation_config.json cannot be read"):
+        default_sampling_params(tmp_path)
 
 
 # -- the checkpoint's tokenizer --------------------------------------------------------------------

@@ -1,0 +1,135 @@
+"""render_chat: from conversations to token ids, through the checkpoint's chat template."""
+
+import copy
+import inspect
+import json
+import re
+from typing import Any
+
+from nanovllm.engine.prompts import attempt, encode, settle
+
+# A template with such a loop reads content as a list of parts, any other one as a string.
+_READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\"']*content[\"'\]]*\s*(?:[-%|]|if\b)")
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Any,
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Any = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    on_error: str = "raise",
+) -> list[Any]:
+    """Token ids of one conversation or many, a list each, as the tokenizer's apply_chat_template.
+
+    messages: a list of dicts with "role" and "content", or a list of such lists. content is a
+    string or a list of {"type": "text", "text": string}. The caller's objects stay as they are.
+    tools: functions that the model may call, as JSON schemas or Python functions.
+    chat_template: Jinja text instead of the checkpoint's; chat_template_kwargs: its variables.
+    on_error: "raise" raises the ValueError or TypeError of the first bad conversation, "return"
+    puts each error in the place of its conversation.
+    The template writes what special tokens there are, so the tokenizer adds none: no BOS twice.
+    """
+    if add_generation_prompt and continue_final_message:
+        raise ValueError(
+            "continue_final_message: got True beside add_generation_prompt=True, needs one of them,"
+            " try add_generation_prompt=False"
+        )
+    options = {} if chat_template_kwargs is None else chat_template_kwargs
+    template = _check_options(tokenizer, tools, chat_template, options)
+    is_list = isinstance(messages, (list, tuple))
+    is_many = is_list and any(isinstance(part, (list, tuple)) for part in messages)
+    conversations = list(messages) if is_many else [messages]
+    names = [f"messages[{i}]" if is_many else "messages" for i in range(len(conversations))]
+
+    def render(name: str, conversation: Any) -> str:
+        checked = _check_conversation(name, conversation)
+        try:
+            checked, own_tools, variables = copy.deepcopy((checked, tools, options))
+            _adapt(checked, keeps_parts=_READS_PARTS.search(template) is not None)
+            text: str = tokenizer.apply_chat_template(
+                checked,
+                tools=own_tools,
+                chat_template=template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tokenize=False,
+                **variables,
+            )
+            return text
+        except ImportError as error:
+            raise RuntimeError(f"chat: needs jinja2, try pip install jinja2 ({error})") from error
+        except Exception as error:  # of Jinja, of the template's own checks, of what it calls
+            kind = type(error).__name__
+            raise ValueError(f"{name}: the chat template failed with {kind}: {error}") from error
+
+    results = [attempt(render, *pair) for pair in zip(names, conversations, strict=True)]
+    texts = {i: text for i, text in enumerate(results) if isinstance(text, str)}
+    names = [names[i] for i in texts]
+    encoded = encode(tokenizer, names, list(texts.values()), add_special_tokens=False)
+    for i, ids in zip(texts, encoded, strict=True):
+        results[i] = ids
+    return settle(results, on_error)
+
+
+def _check_options(tokenizer: Any, tools: Any, chat_template: Any, options: Any) -> str:
+    """Refuse what no conversation could be rendered with; the template's text."""
+    if not (tools is None or isinstance(tools, (list, tuple))):
+        raise TypeError(f"tools: got {type(tools).__name__}, needs a list of JSON schemas")
+    taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+        raise TypeError("chat_template_kwargs: got something else, needs a dict of names to values")
+    if bad := sorted(options.keys() & taken - {"documents"}):
+        raise ValueError(
+            f"chat_template_kwargs: got {bad}, needs names of the template's own variables, such"
+            " as enable_thinking"
+        )
+    if not (chat_template is None or isinstance(chat_template, str)):
+        raise TypeError(f"chat_template: got {type(chat_template).__name__}, needs Jinja text")
+    try:
+        template: str = tokenizer.get_chat_template(chat_template, tools)
+        return template
+    except Exception as error:  # there is none, or none of several is the default
+        raise ValueError(
+            "chat_template: got None, needs one where the checkpoint has no default, try"
+            " chat_template=... or generate() with text that is formatted already"
+        ) from error
+
+
+def _check_conversation(name: str, conversation: Any) -> list[Any]:
+    if not isinstance(conversation, (list, tuple)) or not conversation:
+        is_list = isinstance(conversation, (list, tuple))
+        raise ValueError(
+            f"{name}: got {'an empty list' if is_list else type(conversation).__name__}, needs"
+            " messages, try [{'role': 'user', 'content': 'Hello'}]"
+        )
+    for i, message in enumerate(conversation):
+        need = "needs {'role': a string, 'content': a string or a list of text parts}"
+        if not isinstance(message, dict):
+            raise TypeError(f"{name}[{i}]: got {type(message).__name__}, {need}")
+        content = message.get("content")
+        is_call = content is None and message.get("tool_calls")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(f"{name}[{i}]: got no role or none that is a string, {need}")
+        if not (is_call or isinstance(content, (str, list, tuple))):
+            raise ValueError(f"{name}[{i}]: got {type(content).__name__} as content, {need}")
+        for part in content if isinstance(content, (list, tuple)) else ():
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                kind = kind if isinstance(kind, str) else type(kind).__name__
+                raise ValueError(f"{name}[{i}]: got a content part {kind!r} or no text, {need}")
+    return list(conversation)
+
+
+def _adapt(messages: list[dict[str, Any]], keeps_parts: bool) -> None:
+    """Bring messages to the form that templates expect, as vLLM does."""
+    for message in messages:
+        if not isinstance(message.get("content"), (str, type(None))) and not keeps_parts:
+            message["content"] = "\n".join(part["text"] for part in message["content"])
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"].get("arguments")
+            if isinstance(arguments, str):  # JSON, as the OpenAI API has it
+                call["function"]["arguments"] = json.loads(arguments) if arguments else {}
