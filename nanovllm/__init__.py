@@ -2,14 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import Logprob, RequestOutput, StreamDelta
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.3.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Logprob", "RequestOutput", "SamplingParams", "StreamDelta"]
 
 
 def __getattr__(name: str) -> object:

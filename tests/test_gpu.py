@@ -11,7 +11,6 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import select_backend
-from nanovllm.engine.model_runner import ModelRunner
 from tests.parity import compare_half_precision, load_hf
 from tests.test_bundled import BUNDLED
 from tests.test_llm import SHAPES, greedy, random_prompts
@@ -50,7 +49,6 @@ def make(checkpoint, backend="auto", **kwargs):
 def test_bf16_is_as_close_to_fp32_as_transformers(
     shape, backend, eager, tiny_checkpoint, monkeypatch
 ):
-    monkeypatch.setattr(ModelRunner, "keep_logits", True)
     skip_unless_it_runs(backend, torch.bfloat16)
     checkpoint = BUNDLED if shape == "bundled" else tiny_checkpoint(**GPU_SHAPES[shape])
     exact = load_hf(checkpoint, torch.float32, "cuda")
@@ -122,3 +120,43 @@ def test_pool_leaves_little_unused():
         free, total = torch.cuda.mem_get_info()
         planned = 0.5 * total
         assert np.abs(total - free - planned) < 0.03 * planned
+
+
+ASKS = [
+    dict(temperature=0),
+    dict(temperature=0, repetition_penalty=1.3, presence_penalty=0.5),
+    dict(temperature=0, bad_words=["the", "of a"], logit_bias={30: 2.0}),
+    dict(temperature=0, allowed_token_ids=list(range(200, 900)), min_tokens=20),
+    dict(temperature=0, structured_outputs={"regex": "[a-z ]{10,30}"}),
+    dict(temperature=0.8, top_k=20),
+    dict(temperature=0.8, top_p=0.8, min_p=0.02, frequency_penalty=0.5),
+    dict(temperature=0.8, logprobs=3, prompt_logprobs=2, n=2),
+]
+
+
+def run_asks(llm):
+    prompts = random_prompts(24, 2000, seed=6)
+    params = [
+        SamplingParams(max_tokens=24, ignore_eos=True, seed=i, **ASKS[i % len(ASKS)])
+        for i in range(24)
+    ]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def test_requests_of_every_kind_in_one_batch():
+    """fp32: greedy ones as on the CPU; all alike with graphs, without, and one at a time."""
+    with LLM(str(BUNDLED), device="cpu", max_model_len=512) as llm:
+        expected = run_asks(llm)
+    runs = []
+    for settings in ({}, dict(enforce_eager=True), dict(overlap=False), dict(max_num_seqs=1)):
+        with make(BUNDLED, dtype="float32", **settings) as llm:
+            outputs = run_asks(llm)
+            assert llm.scheduler.block_manager.num_free_blocks == llm.scheduler.num_blocks
+        for i, (output, wanted) in enumerate(zip(outputs, expected, strict=True)):
+            if ASKS[i % len(ASKS)]["temperature"] == 0:
+                assert output["token_ids"] == wanted["token_ids"], ASKS[i % len(ASKS)]
+        runs.append([[s["token_ids"] for s in output["outputs"]] for output in outputs])
+        for got, wanted in zip(outputs[7]["prompt_logprobs"], expected[7]["prompt_logprobs"]):
+            for token in (got or {}).keys() & (wanted or {}).keys():
+                assert abs(got[token].logprob - wanted[token].logprob) < 1e-3
+    assert runs[0] == runs[1] == runs[2] == runs[3]

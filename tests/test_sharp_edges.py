@@ -46,6 +46,12 @@ def canary(llm):
     return llm.generate([CANARY], GREEDY, use_tqdm=False)[0]["token_ids"]
 
 
+def run(llm, prompts):
+    """What each prompt gives, without the clock's part of it."""
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [{k: o[k] for k in ("text", "token_ids", "finish_reason")} for o in outputs]
+
+
 def assert_unharmed(llm, canary):
     assert llm.is_finished()
     assert llm.scheduler.block_manager.num_free_blocks == 64
@@ -79,7 +85,7 @@ BAD_PROMPTS = [
 def test_bad_prompt_is_named_and_harms_nothing(prompts, error, message, llm, canary):
     """R19, R21, R52: checked before any work, so the good prompts beside it are not queued."""
     with pytest.raises(error, match=message):
-        llm.generate(prompts, GREEDY, use_tqdm=False)
+        run(llm, prompts)
     assert_unharmed(llm, canary)
 
 
@@ -103,9 +109,9 @@ def test_shapes_of_arguments_that_mean_one_prompt(llm):
     """R21: a bare string was read as a list of one-letter prompts."""
     text = "hello"
     ids = llm.tokenizer(text)["input_ids"]
-    expected = llm.generate([ids], GREEDY, use_tqdm=False)
+    expected = run(llm, [ids])
     for prompt in (text, [text], ids, np.array(ids), torch.tensor(ids), [np.array(ids, np.uint8)]):
-        assert llm.generate(prompt, GREEDY, use_tqdm=False) == expected
+        assert run(llm, prompt) == expected
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
@@ -220,25 +226,25 @@ def test_logits_that_are_not_finite_end_that_request_only(bad, llm, canary, monk
         return sample(logits, *args)
 
     prompts = [CANARY, [9] * 40, [8] * 5]
-    expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+    expected = run(llm, prompts)
     monkeypatch.setattr(llm._runner.sampler, "forward", sample_broken)
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    outputs = run(llm, prompts)
     monkeypatch.undo()
     assert outputs[0] == expected[0] and outputs[2] == expected[2]
     assert outputs[1]["finish_reason"] == "error"
     assert outputs[1]["token_ids"] == expected[1]["token_ids"][:3]
     assert_unharmed(llm, canary)
-    assert llm.generate(prompts, GREEDY, use_tqdm=False) == expected
+    assert run(llm, prompts) == expected
 
 
 def test_nan_left_in_recycled_blocks_reaches_nobody(checkpoint):
     """A slot past the context is masked, but 0 x NaN is NaN: its value must not be used at all."""
     with LLM(str(checkpoint), kvcache_block_size=16, num_kvcache_blocks=32, device="cpu") as llm:
         prompts = [CANARY, [9] * 20, [8] * 5, [7] * 31]
-        expected = llm.generate(prompts, GREEDY, use_tqdm=False)
+        expected = run(llm, prompts)
         llm.scheduler.reset()
         llm._runner.pool.fill_(float("nan"))
-        assert llm.generate(prompts, GREEDY, use_tqdm=False) == expected
+        assert run(llm, prompts) == expected
 
 
 def test_bos_is_not_doubled(tiny_checkpoint, checkpoint, tmp_path):
@@ -286,8 +292,8 @@ class TestClosing:
             LLM(str(checkpoint), num_kvcache_blocks=8, device="cpu") as a,
             LLM(str(checkpoint), num_kvcache_blocks=8, device="cpu") as b,
         ):
-            first = a.generate([CANARY], GREEDY, use_tqdm=False)
-            assert b.generate([CANARY], GREEDY, use_tqdm=False) == first
+            first = run(a, [CANARY])
+            assert run(b, [CANARY]) == first
 
 
 def test_imports_without_flash_attn_or_torch():

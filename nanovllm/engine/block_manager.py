@@ -133,6 +133,8 @@ class BlockManager:
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
         # The last token is never taken from the cache: its logits are still needed.
         num_candidates = (seq.num_tokens - 1) // self.block_size
+        if seq.num_prompt_logprobs >= 0:
+            return []  # they need the prompt computed
         hashes = self._block_hashes(seq, num_candidates)
         tokens, size = seq.token_ids, self.block_size
         hits: list[int] = []

@@ -42,17 +42,14 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def capture(
-    step: Callable[[], StepResult], pool: Any, keep_logits: bool
-) -> tuple[torch.cuda.CUDAGraph, StepResult]:
+def capture(step: Callable[[], StepResult], pool: Any) -> tuple[torch.cuda.CUDAGraph, StepResult]:
     # Once outside: kernels are compiled and libraries initialised where that is legal.
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = step()
-    # Logits that nobody holds lend their memory to the next graph.
-    return graph, result if keep_logits else StepResult(result.tokens, None)
+    return graph, result
 
 
 class DecodeGraphs:
@@ -61,13 +58,11 @@ class DecodeGraphs:
         step: DecodeStep,
         max_num_seqs: int,
         pool: Any,
-        keep_logits: bool,
         device: torch.device,
     ) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory.
 
         step: a whole decode step on the device, without a wait for it.
-        keep_logits: hold on to each graph's logits, which then do not share memory.
         """
         self.sizes = bucket_sizes(max_num_seqs)
         self._device = device
@@ -81,12 +76,12 @@ class DecodeGraphs:
             buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=device)
             captured = functools.partial(step, **to_device(arrays, device, buffer))
             self._inputs[size] = buffer
-            self._graphs[size], self._results[size] = capture(captured, pool, keep_logits)
+            self._graphs[size], self._results[size] = capture(captured, pool)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a decode batch, or None where no bucket holds it.
 
-        The result is overwritten by the next replay of its bucket.
+        The result is overwritten by the next replay.
         """
         n = batch.num_seqs
         size = next((size for size in self.sizes if size >= n), None)
@@ -117,7 +112,6 @@ class PrefillGraphs:
         state: DecodeState,
         max_num_tokens: int,
         pool: Any,
-        keep_logits: bool,
     ) -> None:
         """Capture short prefills without cached context, the largest first.
 
@@ -146,11 +140,11 @@ class PrefillGraphs:
                 return step(prefill_inputs(tensors, state, lens, lens, has_cached_context=False))
 
             self._inputs[shape] = buffer
-            self._graphs[shape], self._results[shape] = capture(captured, pool, keep_logits)
+            self._graphs[shape], self._results[shape] = capture(captured, pool)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a prefill batch, or None where no bucket holds it."""
-        if batch.num_cached_tokens.any():
+        if batch.num_cached_tokens.any() or len(batch.prompt_logprobs):
             return None
         num_tokens, num_seqs = batch.num_tokens, batch.num_seqs
         for shape in self._shapes:

@@ -1,38 +1,32 @@
 """LLMEngine: prompts in, completions out. It owns the scheduler and every rank's model runner."""
 
+import contextlib
 import logging
 import numbers
-import struct
 import time
 import weakref
-from collections import deque
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
-import xxhash
-from tqdm.auto import tqdm
 
 import nanovllm
-from nanovllm.attention import select_backend
 from nanovllm.config import Config, load_hf_config, resolve_checkpoint
-from nanovllm.engine.model_runner import ModelRunner, StepHandle, select_device, select_dtype
+from nanovllm.engine.chat import render_chat
+from nanovllm.engine.checks import check_backend, check_model
+from nanovllm.engine.intake import Intake, Prepared, known_prompt_ids
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.params import default_sampling_params
 from nanovllm.engine.precompile import start_compiling
-from nanovllm.engine.prompts import (
-    PromptReader,
-    find_eos_token_ids,
-    load_tokenizer,
-    read_sampling_params,
-)
+from nanovllm.engine.progress import Progress
+from nanovllm.engine.prompts import find_eos_token_ids, load_tokenizer
+from nanovllm.engine.request import refused
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import ScheduledBatch, Sequence
+from nanovllm.engine.step_loop import StepLoop
 from nanovllm.engine.worker import WorkerGroup
-from nanovllm.layers.attention import Attention
-from nanovllm.models import get_model_class
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, StreamDelta
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils import distributed
-from nanovllm.utils.loader import check_checkpoint
 
 logger = logging.getLogger("nanovllm")
 
@@ -55,15 +49,16 @@ class LLMEngine:
         _check_alone(config)
         checkpoint = resolve_checkpoint(config.model)
         hf_config = load_hf_config(checkpoint)
-        self.max_model_len, head_dim = _check_model(config, hf_config, checkpoint)
+        self.max_model_len, head_dim = check_model(config, hf_config, checkpoint)
         compilation = start_compiling(config, hf_config, self.max_model_len)
         try:
-            _check_backend(config, hf_config, head_dim)
+            check_backend(config, hf_config, head_dim)
             self.tokenizer = load_tokenizer(checkpoint)
         finally:
             if compilation is not None:
                 compilation.wait()
         eos_token_ids = find_eos_token_ids(checkpoint, self.tokenizer, hf_config)
+        self._defaults = default_sampling_params(checkpoint)
         start = time.perf_counter()
         _open_engines.add(self)
         workers = WorkerGroup(config, checkpoint, self.max_model_len)
@@ -80,10 +75,6 @@ class LLMEngine:
         except BaseException:
             self.close()
             raise
-        self._workers = workers
-        self._num_requests = 0
-        # Steps launched and not read back, oldest first: at most one between two calls.
-        self._inflight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
         self.scheduler = Scheduler(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -92,7 +83,14 @@ class LLMEngine:
             self._runner.num_blocks,
             eos_token_ids,
         )
-        self._reader = PromptReader(self.tokenizer, hf_config.vocab_size, self.scheduler.max_len)
+        self._loop = StepLoop(self.scheduler, self._runner, workers, config.overlap)
+        self._intake = Intake(
+            config.seed,
+            self.tokenizer,
+            hf_config.vocab_size,
+            self.scheduler.max_len,
+            self.scheduler.eos_token_ids,
+        )
         self._log_start(time.perf_counter() - start)
 
     def __enter__(self) -> "LLMEngine":
@@ -107,19 +105,21 @@ class LLMEngine:
         device = self._runner.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The checkpoint's own, from its generation_config.json; SamplingParams() without one."""
+        return SamplingParams(**self._defaults)
+
     def add_request(self, prompt: Any, sampling_params: SamplingParams | None = None) -> int:
-        """Queue one prompt (a string or token ids) and return its request id.
+        """Queue one prompt (a string, token ids or a dict) and return its request id.
 
         Raises ValueError or TypeError, with nothing queued, when the prompt cannot be served.
         """
         self._check_open()
         if isinstance(prompt, numbers.Integral):
             raise TypeError(f"prompt: got {prompt!r}, needs a string or a list of token ids")
-        token_ids = self._reader.read([prompt])[0]
-        params = read_sampling_params(sampling_params, 1)[0]
-        seq = self._make_sequence(token_ids, params)
-        self.scheduler.add(seq)
-        return seq.seq_id
+        request = self._intake.make(self._intake.read([prompt], sampling_params)[0])
+        self._loop.add(request)
+        return request.request_id
 
     def step(self) -> list[tuple[int, RequestOutput]]:
         """Compute one step; the requests it finished, each as (request id, result).
@@ -127,49 +127,109 @@ class LLMEngine:
         An exception from the device drops every queued request; the engine stays usable.
         """
         self._check_open()
-        _, finished = self._step()
-        return list(zip([seq.seq_id for seq in finished], self._outputs(finished), strict=True))
+        outcome = self._loop.step()
+        return [(request.request_id, request.output()) for request in outcome.ended]
+
+    def abort(self, request_id: int) -> None:
+        """End a request between two steps; it comes out with what it has and reason "abort".
+
+        A request that has ended already is left alone. In a callback of generate, or while a
+        stream is read, ids are those of the stream's pieces.
+        """
+        self._loop.abort(request_id)
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
-        return self.scheduler.is_finished()
+        return self._loop.is_finished()
 
     def generate(
         self,
         prompts: Any,
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        on_error: str = "raise",
+        on_result: Callable[[int, RequestOutput], object] | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; results come in the order of the prompts.
 
-        prompts: one prompt or a list of them, each a string or a list of token ids.
+        prompts: one prompt or a list of them, each a string, a list of token ids, or a dict with
+            "prompt" or "prompt_token_ids".
         sampling_params: one for all prompts, or one for each; None: the defaults.
         use_tqdm: show finished requests and tokens per second while it runs.
-        Raises ValueError or TypeError, before anything is computed, naming the bad argument.
+        on_error: "raise" raises the ValueError or TypeError of the first bad request, naming its
+            index, before anything is computed; "return" gives that one a result with finish_reason
+            "error" and runs the others.
+        on_result: called with each request's index and result when it has ended.
         """
-        self._check_open()
-        if not self.is_finished():
-            raise RuntimeError(
-                "generate: requests from add_request are unfinished, needs an idle engine, try"
-                " step() until is_finished()"
-            )
-        prompt_ids = self._reader.read(prompts)
-        params = read_sampling_params(sampling_params, len(prompt_ids))
-        seqs = [self._make_sequence(ids, p) for ids, p in zip(prompt_ids, params, strict=True)]
+        self._check_idle("generate")
+        prepared = self._intake.read(prompts, sampling_params, on_error)
         outputs: dict[int, RequestOutput] = {}
-        try:
-            for seq in seqs:
-                self.scheduler.add(seq)
-            with _Progress(len(seqs), use_tqdm) as progress:
-                while not self.is_finished():
-                    batch, finished = self._step()
-                    for seq, output in zip(finished, self._outputs(finished), strict=True):
-                        outputs[seq.seq_id] = output
-                    progress.update(batch, len(finished))
-        except BaseException:  # an interrupt too: no request and no block may stay behind
-            self._reset()
-            raise
-        return [outputs[seq.seq_id] for seq in seqs]
+
+        def deliver(index: int, output: RequestOutput) -> None:
+            outputs[index] = output
+            if on_result is not None:
+                on_result(index, output)
+
+        todo = (self._intake.make(p) for p in prepared if p.error is None)
+        with (
+            Progress(len(prepared), use_tqdm) as progress,
+            contextlib.closing(self._loop.serve(todo)) as outcomes,
+        ):
+            for p in prepared:
+                if p.error is not None:
+                    deliver(p.index, refused(known_prompt_ids(p), p.error))
+            progress.update(None, len(outputs))
+            for outcome in outcomes:
+                for request in outcome.ended:
+                    deliver(request.index, request.output())
+                progress.update(outcome.batch, len(outcome.ended))
+        return [outputs[p.index] for p in prepared]
+
+    def stream(
+        self, prompts: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None
+    ) -> Iterator[StreamDelta]:
+        """As generate, but yields what is new of each completion as it comes.
+
+        The texts of a completion's pieces are the text that generate would give. Leaving the
+        iterator early aborts what is unfinished. Errors are raised by this call.
+        """
+        self._check_idle("stream")
+        return self._deltas(self._intake.read(prompts, sampling_params))
+
+    def chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Any = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        on_error: str = "raise",
+        on_result: Callable[[int, RequestOutput], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many through the chat template; else as generate.
+
+        messages: a list of {"role", "content"} dicts, or a list of such lists; the template's
+        options are described at render_chat.
+        """
+        self._check_idle("chat")
+        prompts = render_chat(
+            self.tokenizer,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            on_error=on_error,
+        )
+        return self.generate(
+            prompts, sampling_params, use_tqdm, on_error=on_error, on_result=on_result
+        )
 
     def close(self) -> None:
         """Free the device and end the other ranks; later calls do nothing."""
@@ -182,51 +242,23 @@ class LLMEngine:
         if not self._finalizer.alive:
             raise RuntimeError("this engine was closed, needs an open one, make a new LLM")
 
-    def _make_sequence(self, token_ids: Any, params: SamplingParams) -> Sequence:
-        """A request with its own random numbers: they depend on the engine's seed and its turn."""
-        key = struct.pack("<QQ", self.config.seed, self._num_requests)
-        self._num_requests += 1
-        seed = xxhash.xxh64_intdigest(key) >> 1
-        return Sequence(token_ids, params, self.scheduler.max_len, seed)
+    def _check_idle(self, call: str) -> None:
+        self._check_open()
+        if not self.is_finished():
+            raise RuntimeError(
+                f"{call}: requests from add_request or a stream are unfinished, needs an idle"
+                " engine, try step() until is_finished(), or read or close() the stream"
+            )
 
-    def _step(self) -> tuple[ScheduledBatch | None, list[Sequence]]:
-        """Launch the next step, then read back the one before it, or this one without overlap.
-
-        While the host does the second, stores the tokens and makes their text, the device works
-        on the first.
-        """
-        try:
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._workers.send_batch(batch)
-                self._inflight.append((batch, self._runner.launch(batch)))
-                self._workers.wait()
-            num_kept = 1 if self.config.overlap and batch is not None else 0
-            finished: list[Sequence] = []
-            # Once every request has ended, the step still in flight holds nothing but surplus.
-            while len(self._inflight) > num_kept or (self._inflight and self.is_finished()):
-                launched, handle = self._inflight.popleft()
-                finished += self.scheduler.update(launched, handle.token_ids())
-            return batch, finished
-        except BaseException:
-            # How far the step got is unknown, so nothing of it is kept.
-            self._reset()
-            raise
-
-    def _reset(self) -> None:
-        self._inflight.clear()
-        self.scheduler.reset()
-
-    def _outputs(self, seqs: list[Sequence]) -> list[RequestOutput]:
-        if not seqs:
-            return []
-        token_ids = [seq.completion_token_ids.tolist() for seq in seqs]
-        texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        return [
-            RequestOutput(text=text, token_ids=ids, finish_reason=seq.finish_reason)
-            for text, ids, seq in zip(texts, token_ids, seqs, strict=True)
-            if seq.finish_reason is not None
-        ]
+    def _deltas(self, prepared: list[Prepared]) -> Generator[StreamDelta, None, None]:
+        todo = (self._intake.make(p, is_streamed=True) for p in prepared)
+        with contextlib.closing(self._loop.serve(todo)) as outcomes:
+            for outcome in outcomes:
+                # Aborted ones were not touched, and those that were give nothing a second time.
+                for sample in outcome.touched + [s for r in outcome.ended for s in r.samples]:
+                    delta = sample.take_delta()
+                    if delta is not None:
+                        yield delta
 
     def _log_start(self, seconds: float) -> None:
         runner, size = self._runner, self.config.kvcache_block_size
@@ -248,31 +280,6 @@ class LLMEngine:
         )
 
 
-class _Progress:
-    """The bar over finished requests, with the speed of the last steps of each kind."""
-
-    def __init__(self, num_requests: int, is_shown: bool) -> None:
-        self._bar = tqdm(total=num_requests, desc="Generating", disable=not is_shown)
-        self._speeds = {"prefill": "0 tok/s", "decode": "0 tok/s"}
-        self._last = time.perf_counter()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
-
-    def update(self, batch: ScheduledBatch | None, num_finished: int) -> None:
-        if self._bar.disable or batch is None:
-            return
-        now = time.perf_counter()
-        speed = batch.num_tokens / (now - self._last)
-        self._last = now
-        self._speeds["prefill" if batch.is_prefill else "decode"] = f"{speed:.0f} tok/s"
-        self._bar.set_postfix(self._speeds, refresh=False)
-        self._bar.update(num_finished)
-
-
 # Ranks are a property of the process (utils/distributed.py), so an engine that has several of them
 # shares the process with no other.
 _open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
@@ -286,27 +293,6 @@ def _check_alone(config: Config) -> None:
             " ranks, needs a process of its own where there are several ranks, try close() on the"
             " others first"
         )
-
-
-def _check_model(config: Config, hf_config: Any, checkpoint: Path) -> tuple[int, int]:
-    """Refuse what cannot work before the device is touched; (longest sequence, head_dim)."""
-    model_class = get_model_class(hf_config)
-    positions = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
-    max_model_len = min(config.max_model_len, positions)
-    model_class.check_config(hf_config, config.tensor_parallel_size, max_model_len)
-    with torch.device("meta"):
-        skeleton = model_class(hf_config)
-    if config.load_format == "auto":
-        check_checkpoint(skeleton, checkpoint)
-    head_dim = next(m.head_dim for m in skeleton.modules() if isinstance(m, Attention))
-    return max_model_len, head_dim
-
-
-def _check_backend(config: Config, hf_config: Any, head_dim: int) -> None:
-    """Refuse a device, dtype or attention backend that cannot be had."""
-    device = select_device(config, 0)
-    dtype = select_dtype(config, hf_config, device)
-    select_backend(config.attention_backend, device, dtype, head_dim, config.kvcache_block_size)
 
 
 def _close(parts: list[Any]) -> None:

@@ -4,22 +4,27 @@ It turns a ScheduledBatch into sampled tokens. It knows tensors, never sequences
 """
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine import input_batch, kv_cache
+from nanovllm.engine.batching import warm_up_batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, PrefillGraphs, StepResult
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
+from nanovllm.engine.placement import select_device, select_dtype
+from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.sequence import ScheduledBatch
+from nanovllm.engine.step_handle import StepHandle
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.logprobs import Logprobs, prompt_logprobs
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
 from nanovllm.utils import distributed
@@ -29,30 +34,7 @@ from nanovllm.utils.loader import load_dummy, load_model
 logger = logging.getLogger(__name__)
 
 
-class StepHandle:
-    """A launched step's sampled tokens, on their way to the host."""
-
-    def __init__(self, tokens: torch.Tensor) -> None:
-        """tokens: int64 [num_sampled]; may be overwritten once this returns."""
-        self._event: torch.cuda.Event | None = None
-        if tokens.is_cuda:
-            self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._host.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            self._host = tokens
-
-    def token_ids(self) -> npt.NDArray[np.int64]:
-        """int64 [num_sampled], -1 where the logits were not finite; the one wait for the device."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.numpy()
-
-
 class ModelRunner:
-    keep_logits = False  # tests: make the logits of captured steps available in last_result
-
     def __init__(
         self,
         config: Config,
@@ -104,7 +86,9 @@ class ModelRunner:
             config.kvcache_block_size,
             self.device,
         )
-        self.last_result: StepResult | None = None
+        self.redrawer = Redrawer(self.num_rows, self.max_model_len, self.device)
+        self.last_result: StepResult | None = None  # its logits may be overwritten by the next step
+        self._logits: torch.Tensor | None = None
         self.decode_graphs: DecodeGraphs | None = None
         self.prefill_graphs: PrefillGraphs | None = None
         shape = CacheShape(
@@ -129,10 +113,26 @@ class ModelRunner:
         """Start one step; its tokens reach the next on the device, and the host by the handle."""
         graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
         result = None if graphs is None else graphs.replay(batch)
+        prompts: list[Logprobs] = []
         if result is None:
-            result = self._forward(self._build(batch), batch.all_greedy)
+            inputs = self._build(batch)
+            if len(batch.prompt_logprobs):
+                result, prompts = self._forward_with_prompts(inputs, batch)
+            else:
+                result = self._forward(inputs, batch.all_greedy)
         self.last_result = result
-        return StepHandle(result.tokens)
+        logprobs = self._redraw(batch, result) if batch.is_redrawn else None
+        return StepHandle(result.tokens, logprobs, prompts)
+
+    def _redraw(self, batch: ScheduledBatch, result: StepResult) -> Logprobs | None:
+        """Draw again, on rank 0, for the rows that ask for it, and let every rank know."""
+        logprobs = None
+        if result.logits is not None:
+            logprobs = self.redrawer.redraw(batch.special, result.logits, result.tokens)
+        distributed.broadcast(result.tokens)
+        rows = torch.from_numpy(batch.rows[batch.is_sampled]).to(self.device)
+        self.state.last_tokens[rows.long()] = result.tokens.int()
+        return logprobs
 
     def _build(self, batch: ScheduledBatch) -> InputBatch:
         if batch.is_prefill:
@@ -142,10 +142,45 @@ class ModelRunner:
         t = input_batch.to_device(arrays, self.device)
         return input_batch.build_decode(t["rows"], t["new_blocks"], self.state, max_context_len)
 
-    def _forward(self, inputs: InputBatch, all_greedy: bool = False) -> StepResult:
+    def _forward(
+        self,
+        inputs: InputBatch,
+        all_greedy: bool = False,
+        logits_out: torch.Tensor | None = None,
+    ) -> StepResult:
         with use_context(inputs.context):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            logits = self.model.compute_logits(hidden_states)
+            logits = self.model.compute_logits(hidden_states, logits_out)
+        return self._finish_step(inputs, logits, all_greedy)
+
+    def _forward_with_prompts(
+        self, inputs: InputBatch, batch: ScheduledBatch
+    ) -> tuple[StepResult, list[Logprobs]]:
+        """A prefill that also reports log-probabilities of prompt tokens."""
+        indices = inputs.context.logits_indices
+        assert indices is not None, "a prefill samples some of its rows"
+        with use_context(replace(inputs.context, logits_indices=None)):
+            hidden_states = self.model(inputs.input_ids, inputs.positions)
+            ends = np.cumsum(batch.num_scheduled_tokens)
+            next_ids = torch.from_numpy(batch.next_ids).to(self.device)
+            found = [
+                prompt_logprobs(
+                    hidden_states[end - count : end],
+                    self.model.compute_logits,
+                    next_ids[end - count : end],
+                    k,
+                )
+                for k, count, end in zip(
+                    batch.prompt_logprobs.tolist(), batch.num_scheduled_tokens, ends, strict=True
+                )
+                if k >= 0
+            ]
+            logits = self.model.compute_logits(hidden_states.index_select(0, indices))
+        return self._finish_step(inputs, logits), [x for x in found if x is not None]
+
+    def _finish_step(
+        self, inputs: InputBatch, logits: torch.Tensor | None, all_greedy: bool = False
+    ) -> StepResult:
         if logits is not None:
             tokens = self.sampler(
                 logits, inputs.temperatures, inputs.seeds, inputs.draw_positions, all_greedy
@@ -159,13 +194,18 @@ class ModelRunner:
     def _captured_step(self, rows: torch.Tensor, new_blocks: torch.Tensor) -> StepResult:
         # Lengths are read on the device: the bound only has to hold for every replay.
         inputs = input_batch.build_decode(rows, new_blocks, self.state, self.max_model_len)
-        return self._forward(inputs)
+        return self._captured_forward(inputs)
+
+    def _captured_forward(self, inputs: InputBatch) -> StepResult:
+        # One buffer for every graph's logits, which stay readable until the next replay.
+        out = None if self._logits is None else self._logits[: len(inputs.rows)]
+        return self._forward(inputs, logits_out=out)
 
     def close(self) -> None:
         """Give back the device memory and leave the process group."""
         self.decode_graphs = self.prefill_graphs = None
-        self.last_result = None
-        del self.model, self.pool, self.state
+        self.last_result = self._logits = None
+        del self.model, self.pool, self.state, self.redrawer
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
@@ -239,59 +279,10 @@ class ModelRunner:
             return
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         max_num_seqs = min(self.num_rows, self.num_blocks)
-        self.decode_graphs = DecodeGraphs(
-            self._captured_step, max_num_seqs, pool, self.keep_logits, self.device
-        )
+        if distributed.tp_rank() == 0:
+            shape = (self.num_rows, self.model.lm_head.vocab_size)
+            self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+        self.decode_graphs = DecodeGraphs(self._captured_step, max_num_seqs, pool, self.device)
         self.prefill_graphs = PrefillGraphs(
-            self._forward, self.state, config.max_num_batched_tokens, pool, self.keep_logits
+            self._captured_forward, self.state, config.max_num_batched_tokens, pool
         )
-
-
-def select_device(config: Config, rank: int) -> torch.device:
-    """This rank's device; ValueError when CUDA is asked for and there are too few GPUs."""
-    num_gpus = torch.cuda.device_count() if config.device != "cpu" else 0
-    if config.device == "cpu" or (config.device == "auto" and num_gpus == 0):
-        return torch.device("cpu")
-    if num_gpus < config.tensor_parallel_size:
-        raise ValueError(
-            f"tensor_parallel_size: got {config.tensor_parallel_size} on CUDA with {num_gpus} GPUs"
-            " visible, needs one GPU per rank, try a smaller number or device='cpu'"
-        )
-    return torch.device("cuda", rank)
-
-
-def select_dtype(config: Config, hf_config: Any, device: torch.device) -> torch.dtype:
-    """The type to compute in.
-
-    "auto" is the checkpoint's own type on CUDA (bfloat16 when it names none) and float32 on the
-    CPU, where half types are emulated slowly and gain nothing.
-    """
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)
-    if device.type == "cpu":
-        return torch.float32
-    # transformers 5 calls the field dtype, earlier releases torch_dtype; each may be a string.
-    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype, None)
-    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-
-
-def warm_up_batch(seq_lens: list[int], block_size: int, num_cached: int = 0) -> ScheduledBatch:
-    """A prefill of zeros with these lengths after num_cached tokens, sampled at random."""
-    lens = np.array(seq_lens, np.int32)
-    n = len(lens)
-    return ScheduledBatch(
-        is_prefill=True,
-        rows=np.arange(n, dtype=np.int32),
-        seq_ids=np.arange(n),
-        num_cached_tokens=np.full(n, num_cached, np.int32),
-        num_scheduled_tokens=lens,
-        is_sampled=np.ones(n, np.bool_),
-        all_greedy=False,
-        new_blocks=np.empty(0, np.int32),
-        input_ids=np.zeros(lens.sum(), np.int32),
-        block_tables=np.zeros((n, -(-(int(lens.max()) + num_cached) // block_size)), np.int32),
-        temperatures=np.ones(n, np.float32),
-        seeds=np.zeros(n, np.int64),
-    )

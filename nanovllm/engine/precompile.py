@@ -30,7 +30,8 @@ from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.triton_attn import TritonBackend
 from nanovllm.config import Config
 from nanovllm.engine import cuda_graph
-from nanovllm.engine.model_runner import ModelRunner, select_dtype
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.placement import select_dtype
 from nanovllm.kernels import launch
 
 logger = logging.getLogger("nanovllm")
@@ -136,8 +137,9 @@ def _compute_nothing() -> None:
         (driver.active, "get_current_stream", lambda device: 0),
         (launch, "gpu", lambda device: facts),
         (launch, "use_triton", lambda tensor: True),
-        (cuda_graph, "capture", lambda step, pool, keep_logits: (None, step())),
+        (cuda_graph, "capture", lambda step, pool: (None, step())),
         (F, "linear", lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], len(weight)))),
+        (torch, "mm", lambda x, weight, out: out),
         (F, "embedding", lambda ids, weight: weight.new_empty((*ids.shape, weight.size(1)))),
     ]
     for owner, name, function in replacements:

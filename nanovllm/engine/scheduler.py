@@ -12,12 +12,14 @@ step may still be writing to them, because all steps run in order on one stream.
 were read back are hashed into the prefix cache.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.batching import build_decode, build_prefill
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import (
     IntArray,
@@ -75,14 +77,26 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
     def is_finished(self) -> bool:
         return not self.waiting and not len(self._running)
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a running sequence, after the update that brought its last token."""
+        self._finish(seq, reason)
+        self._running = self._running[self.table.seq_ids[self._running] >= 0]
+
     def abort(self, seqs: Iterable[Sequence]) -> None:
-        """Drop these requests wherever they are, between two steps; blocks and rows come back."""
+        """Drop these sequences wherever they are, between two steps; blocks and rows come back.
+
+        Followers are dropped with the one they wait for.
+        """
         dropped = {seq.seq_id for seq in seqs if seq.status is not SequenceStatus.FINISHED}
         waiting, running = list(self.waiting), self.running
         self.waiting = deque(seq for seq in waiting if seq.seq_id not in dropped)
@@ -94,6 +108,8 @@ class Scheduler:
                 if seq.row is not None:
                     self._release(seq)
                 seq.status = SequenceStatus.FINISHED
+                seq.finish_reason = "abort"
+                seq.finished_at = time.perf_counter()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's work; None when there is none, or none before update() was called."""
@@ -125,6 +141,13 @@ class Scheduler:
         for eos in self.eos_token_ids:
             is_eos |= token_ids == eos
         is_eos &= ~table.ignore_eos[rows]
+        if np.count_nonzero(table.has_stop_ids[rows]):
+            for i in table.has_stop_ids[rows].nonzero()[0].tolist():
+                seq, token = self._sequence(rows[i]), int(token_ids[i])
+                if token in (seq.sampling_params.stop_token_ids or ()):
+                    is_eos[i], seq.stop_reason = True, token
+        if batch.is_prefill:
+            self._release_followers(rows)
         is_done = is_eos | is_bad | (lens + 1 >= table.stop_len[rows])
         if not np.count_nonzero(is_done):  # in numpy much cheaper than any()
             return []
@@ -134,6 +157,23 @@ class Scheduler:
             finished.append(self._finish(self._sequence(rows[i]), reason))
         self._running = self._running[table.seq_ids[self._running] >= 0]
         return finished
+
+    def _release_followers(self, rows: IntArray) -> None:
+        """Queue those that waited for the prompts of these rows, which are in the cache now."""
+        now = time.perf_counter()
+        for row in rows.tolist():
+            seq = self._sequence(row)
+            seq.first_token_at = seq.first_token_at or now
+            if seq.followers:
+                # One that holds blocks already stays at the head, or nobody might ever go on.
+                head = self.waiting.popleft() if self._has_chunk_waiting() else None
+                self.waiting.extendleft(reversed(seq.followers))
+                seq.followers = []
+                if head is not None:
+                    self.waiting.appendleft(head)
+
+    def _has_chunk_waiting(self) -> bool:
+        return bool(self.waiting) and self.waiting[0].row is not None
 
     # -- prefill ---------------------------------------------------------------------------------
 
@@ -162,7 +202,7 @@ class Scheduler:
         if not rows:
             return None
         self._num_decodes_since_prefill = 0
-        batch = self._build_prefill(np.array(rows, np.int32), np.array(counts, np.int32))
+        batch = build_prefill(self.table, np.array(rows, np.int32), np.array(counts, np.int32))
         self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
         return batch
 
@@ -173,7 +213,7 @@ class Scheduler:
         sequence waits for it. So rows are left to gather, up to an eighth of them, or for
         _MAX_DECODES_BETWEEN_PREFILLS steps.
         """
-        if not len(self._running) or (self.waiting and self.waiting[0].row is not None):
+        if not len(self._running) or self._has_chunk_waiting():
             return True
         num_free = len(self.table.free_rows)
         return (
@@ -196,6 +236,8 @@ class Scheduler:
             return False
         seq.enter(self.table)
         if self.block_manager.allocate(seq, num_reserved=num_holders):
+            if seq.num_hit_tokens is None:  # not so when it comes back after a preemption
+                seq.num_hit_tokens, seq.admitted_at = seq.num_cached_tokens, time.perf_counter()
             return True
         seq.leave()
         self._refused = (seq, room)
@@ -232,7 +274,7 @@ class Scheduler:
         is_kept = table.seq_ids[rows] >= 0
         if np.count_nonzero(is_kept) < len(rows):  # some were preempted
             rows, starts, new_blocks = rows[is_kept], starts[is_kept], new_blocks[is_kept]
-        return self._build_decode(rows, starts, new_blocks) if len(rows) else None
+        return build_decode(table, rows, starts, new_blocks) if len(rows) else None
 
     def _preempt(self, seq: Sequence) -> None:
         assert len(self._running) > 1, "the last running sequence was preempted"
@@ -243,49 +285,6 @@ class Scheduler:
         self.num_preemptions += 1
 
     # -- shared ----------------------------------------------------------------------------------
-
-    def _build_prefill(self, rows: IntArray, counts: IntArray) -> ScheduledBatch:
-        table = self.table
-        starts = table.num_cached_tokens[rows]
-        is_sampled = starts + counts == table.num_tokens[rows]
-        return ScheduledBatch(
-            is_prefill=True,
-            rows=rows,
-            seq_ids=table.seq_ids[rows],
-            num_cached_tokens=starts,
-            num_scheduled_tokens=counts,
-            is_sampled=is_sampled,
-            all_greedy=not table.temperatures[rows[is_sampled]].any(),
-            new_blocks=np.empty(0, np.int32),
-            input_ids=np.concatenate(
-                [
-                    table.token_ids[r, s : s + n]
-                    for r, s, n in zip(rows, starts, counts, strict=True)
-                ]
-            ),
-            block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
-            temperatures=table.temperatures[rows],
-            seeds=table.seeds[rows],
-        )
-
-    def _build_decode(
-        self, rows: IntArray, starts: IntArray, new_blocks: IntArray
-    ) -> ScheduledBatch:
-        table = self.table
-        return ScheduledBatch(
-            is_prefill=False,
-            rows=rows,
-            seq_ids=table.seq_ids[rows],
-            num_cached_tokens=starts,
-            num_scheduled_tokens=np.ones(len(rows), np.int32),
-            is_sampled=np.ones(len(rows), np.bool_),
-            all_greedy=not np.count_nonzero(table.temperatures[rows]),
-            new_blocks=new_blocks,
-            input_ids=np.empty(0, np.int32),
-            block_tables=np.empty((0, 0), np.int32),
-            temperatures=np.empty(0, np.float32),
-            seeds=np.empty(0, np.int64),
-        )
 
     def _publish(self, batch: ScheduledBatch, is_here: npt.NDArray[np.bool_]) -> None:
         """Publish the blocks that the step filled."""
@@ -298,6 +297,7 @@ class Scheduler:
     def _finish(self, seq: Sequence, reason: FinishReason) -> Sequence:
         seq.status = SequenceStatus.FINISHED
         seq.finish_reason = reason
+        seq.finished_at = time.perf_counter()
         self._release(seq, forget=reason == "error")
         return seq
 

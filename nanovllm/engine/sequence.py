@@ -17,7 +17,8 @@ token is read back. A running sequence has num_cached_tokens + 1 tokens, read ba
 
 import enum
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,9 @@ class SequenceTable:
         self.ignore_eos: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self.temperatures: npt.NDArray[np.float32] = np.zeros(num_rows, np.float32)
         self.seeds: npt.NDArray[np.int64] = np.zeros(num_rows, np.int64)
+        self.is_special: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)  # has a RowAsk
+        self.has_stop_ids: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.prompt_logprobs: IntArray = np.full(num_rows, -1, np.int32)  # -1: not asked for
         self.seq_ids: npt.NDArray[np.int64] = np.full(num_rows, -1, np.int64)  # -1: free row
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.free_rows = list(range(num_rows - 1, -1, -1))
@@ -58,12 +62,42 @@ class SequenceTable:
 _seq_ids = itertools.count()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowAsk:
+    """What a sequence asks for beyond a temperature, as far as it stays the same."""
+
+    seq_id: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    seed: int
+    stop_ids: tuple[int, ...]  # that would end it, not drawn before min_tokens
+    bad_words: tuple[tuple[int, ...], ...]  # banned token sequences
+    grammar: Any  # structured.GrammarState, advanced by the engine; or None
+
+
+class SpecialRow(NamedTuple):
+    """A sampled row of a step whose sequence has a RowAsk."""
+
+    place: int  # among the step's sampled rows
+    row: int  # of the table
+    num_tokens: int  # prompt and output so far
+    token_ids: IntArray | None  # all of them, in a prefill; a decode adds one to what is known
+    ask: RowAsk
+
+
 class Sequence:
     """One request: its prompt, its sampling parameters, and, while admitted, a row of the table."""
 
     __slots__ = (
+        "admitted_at",
+        "ask",
         "block_hashes",
         "finish_reason",
+        "finished_at",
+        "first_token_at",
+        "followers",
+        "num_hit_tokens",
+        "num_prompt_logprobs",
         "num_prompt_tokens",
         "row",
         "sampling_params",
@@ -71,6 +105,7 @@ class Sequence:
         "seq_id",
         "status",
         "stop_len",
+        "stop_reason",
         "_table",
         "_token_ids",
     )
@@ -97,6 +132,13 @@ class Sequence:
         self.stop_len = max_len if limit is None else min(max_len, self.num_prompt_tokens + limit)
         self.status = SequenceStatus.WAITING
         self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None  # what ended it, unless an EOS did
+        self.ask: RowAsk | None = None
+        # Samples of the same prompt; they wait for its blocks to be computed by this one.
+        self.followers: list[Sequence] = []
+        self.num_prompt_logprobs = -1  # to report of each prompt token; -1: none asked for
+        self.num_hit_tokens: int | None = None  # of the prompt, found in the prefix cache
+        self.admitted_at = self.first_token_at = self.finished_at = 0.0  # time.perf_counter()
         self.row: int | None = None
         # Chained hashes of the leading full blocks, each computed once (block_manager.py).
         self.block_hashes: list[int] = []
@@ -149,6 +191,9 @@ class Sequence:
         table.ignore_eos[row] = self.sampling_params.ignore_eos
         table.temperatures[row] = self.sampling_params.temperature
         table.seeds[row] = self.seed
+        table.is_special[row] = self.ask is not None
+        table.has_stop_ids[row] = self.sampling_params.stop_token_ids is not None
+        table.prompt_logprobs[row] = self.num_prompt_logprobs
         table.seq_ids[row] = self.seq_id
         table.sequences[row] = self
         self._table, self.row = table, row
@@ -186,6 +231,13 @@ class ScheduledBatch:
     block_tables: IntArray  # [num_seqs, widest table]; entries past a sequence's own are stale
     temperatures: npt.NDArray[np.float32]
     seeds: npt.NDArray[np.int64]
+    # [num_seqs] how many log-probabilities to report of each prompt token, -1 for none, and
+    # [num_tokens] the token after each of input_ids; both empty where nobody asks.
+    prompt_logprobs: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    next_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    # Rows that rank 0 draws again; is_redrawn tells the other ranks that it does.
+    special: tuple[SpecialRow, ...] = ()
+    is_redrawn: bool = False
 
     @property
     def num_seqs(self) -> int:

@@ -34,7 +34,9 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import ScheduledBatch
 
 _CLOSE_TIMEOUT_S = 10.0
-_SCALARS = ("is_prefill", "all_greedy")  # fields of ScheduledBatch that are not arrays
+# Fields of ScheduledBatch that are not arrays, and those that only rank 0 needs.
+_SCALARS = ("is_prefill", "all_greedy", "is_redrawn")
+_NOT_SENT = ("special",)
 
 
 class WorkerGroup:
@@ -77,7 +79,7 @@ class WorkerGroup:
         arrays = {
             name: getattr(batch, name)
             for name in ScheduledBatch.__dataclass_fields__
-            if name not in _SCALARS
+            if name not in _SCALARS + _NOT_SENT
         }
         frame = encode("launch", {name: getattr(batch, name) for name in _SCALARS}, arrays)
         for connection in self._connections:

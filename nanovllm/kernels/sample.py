@@ -184,6 +184,7 @@ def sample(
         return tokens if out is None else out.copy_(tokens)
     if out is None:
         out = torch.empty(batch, dtype=torch.int64, device=logits.device)
+    assert temperatures.is_contiguous() and seeds.is_contiguous() and positions.is_contiguous()
     num_tiles = launch.cdiv(vocab, TILE)
     scores = torch.empty((batch, num_tiles), dtype=torch.float32, device=logits.device)
     tiles_per_program = 32 if batch > 8 else 8  # few rows: more, smaller programs

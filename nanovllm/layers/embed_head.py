@@ -55,12 +55,15 @@ class ParallelLMHead(VocabParallelEmbedding):
     """The same rows read as output weights; `tied_weight` is the embedding's parameter."""
 
     def forward(  # type: ignore[override]  # ids in for the embedding, hidden states in for this
-        self, hidden_states: torch.Tensor
+        self, hidden_states: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         """hidden_states: float [num_rows, hidden_size]; returns [num_rows, vocab_size] on rank
         0, None on the others."""
-        local_logits = F.linear(hidden_states, self.weight)
         if self.tp_size == 1:
-            return local_logits
-        logits = distributed.gather_to_rank0(local_logits)
-        return None if logits is None else logits[:, : self.vocab_size]
+            if out is None:
+                return F.linear(hidden_states, self.weight)
+            return torch.mm(hidden_states, self.weight.t(), out=out)
+        logits = distributed.gather_to_rank0(F.linear(hidden_states, self.weight))
+        if logits is None or out is None:
+            return None if logits is None else logits[:, : self.vocab_size]
+        return out.copy_(logits[:, : self.vocab_size])

@@ -154,9 +154,11 @@ class Qwen3ForCausalLM(nn.Module):
         """
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """hidden_states: float [num_logits, hidden_size]; returns what `ParallelLMHead` does."""
-        return self.lm_head(hidden_states)
+    def compute_logits(
+        self, hidden_states: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """hidden_states: float [num_logits, hidden_size]; out and result as of `ParallelLMHead`."""
+        return self.lm_head(hidden_states, out)
 
     @classmethod
     def check_config(cls, hf_config: Any, tp_size: int, max_model_len: int) -> None:

@@ -74,6 +74,7 @@ def test_the_stand_in_walks_through_every_kernel_of_a_start(monkeypatch):
     monkeypatch.setattr(launch, "gpu", lambda device: facts)
     for module, name in ((launch, "use_triton"), (cuda_graph, "capture")):
         monkeypatch.setattr(module, name, getattr(module, name))  # restored afterwards
+    monkeypatch.setattr(torch, "mm", torch.mm)
     for name in ("linear", "embedding"):
         monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
     precompile._compute_nothing()

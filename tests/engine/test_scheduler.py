@@ -799,7 +799,7 @@ def test_abort_takes_out_any_request_and_gives_its_blocks_back(size):
         assert all(seq.status is SequenceStatus.FINISHED and not blocks(seq) for seq in dropped)
         run(scheduler)
         assert all(len(seq) == 64 and seq.finish_reason == "length" for seq in kept)
-        assert all(seq.finish_reason is None for seq in dropped)
+        assert all(seq.finish_reason == "abort" for seq in dropped)
 
 
 def test_aborted_request_keeps_its_tokens_and_a_second_abort_does_nothing():

@@ -1,0 +1,209 @@
+"""Request: one prompt's samples from their first token to the caller's dict.
+
+It knows text, log-probabilities and clocks; sequences only to read what the scheduler left there.
+"""
+
+import time
+from typing import Any
+
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import (
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SampleOutput,
+    StreamDelta,
+    TokenLogprobs,
+)
+
+
+class Sample:
+    """One completion. The engine feeds it tokens only if is_watched."""
+
+    def __init__(
+        self, request: "Request", seq: Sequence, number: int, tokenizer: Any, is_streamed: bool
+    ) -> None:
+        params = seq.sampling_params
+        self.request, self.seq, self.number = request, seq, number
+        self.grammar = None if seq.ask is None else seq.ask.grammar
+        self.is_watched = (
+            is_streamed
+            or params.stop is not None
+            or self.grammar is not None
+            or params.logprobs is not None
+            or params.prompt_logprobs is not None
+        )
+        self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self._tokenizer, self._is_streamed = tokenizer, is_streamed
+        self._num_streamed = 0
+        self._is_closed = False  # its last delta was taken
+        self._detokenizer: Detokenizer | None = None
+        if params.detokenize and (is_streamed or params.stop):
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                params.skip_special_tokens,
+                tuple(params.stop or ()),
+                params.include_stop_str_in_output,
+                params.min_tokens,
+            )
+
+    def append(self, token: int) -> bool:
+        """Take a token that the scheduler has stored; whether it ends the completion.
+
+        A stop string wins over a length or an EOS reached with the same token.
+        """
+        seq, params = self.seq, self.seq.sampling_params
+        if self.grammar is not None:
+            self.grammar.accept(token)
+        is_stop_id = seq.stop_reason is not None and not params.include_stop_str_in_output
+        if self._detokenizer is not None and not is_stop_id:
+            stop = self._detokenizer.append([token])
+            if stop is not None:
+                seq.stop_reason = stop
+                return True
+        return self.grammar is not None and self.grammar.is_terminated
+
+    def take_delta(self) -> StreamDelta | None:
+        """What is new, or None. Tokens whose text is held back come with their text."""
+        seq, text = self.seq, ""
+        reason = seq.finish_reason
+        if self._is_closed:
+            return None
+        self._is_closed = reason is not None
+        if self._detokenizer is not None:
+            if reason is not None:
+                self._detokenizer.finish()
+            text = self._detokenizer.take_delta()
+        if reason is None and not text and self._detokenizer is not None:
+            return None
+        token_ids = seq.completion_token_ids[self._num_streamed :].tolist()
+        self._num_streamed += len(token_ids)
+        return StreamDelta(
+            request_id=self.request.request_id,
+            index=self.request.index,
+            sample=self.number,
+            text=text,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=seq.stop_reason,
+        )
+
+    def add_logprobs(self, token: int, logprob: float, rank: int, ids: Any, values: Any) -> None:
+        """One more position; ids and values: [k] of the most probable tokens."""
+        assert self.logprobs is not None, "logprobs of a sample that did not ask"
+        num = self.seq.sampling_params.logprobs or 0
+        self.logprobs.append(
+            token_logprobs(self._tokenizer, token, logprob, rank, ids[:num], values[:num])
+        )
+
+    def output(self) -> SampleOutput:
+        seq, params = self.seq, self.seq.sampling_params
+        token_ids = seq.completion_token_ids.tolist()
+        reason: FinishReason = seq.finish_reason or "abort"
+        text = ""
+        if self._detokenizer is not None:
+            self._detokenizer.finish()
+            text = self._detokenizer.text
+        elif params.detokenize:
+            shown = token_ids
+            if seq.stop_reason is not None and not params.include_stop_str_in_output:
+                shown = token_ids[:-1]
+            text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+        return SampleOutput(
+            text=text,
+            token_ids=token_ids,
+            finish_reason=reason,
+            stop_reason=seq.stop_reason,
+            logprobs=self.logprobs,
+        )
+
+
+class Request:
+    def __init__(self, index: int, seqs: list[Sequence], tokenizer: Any, is_streamed: bool) -> None:
+        """index: of its prompt in the call. seqs: its samples, the first one leads."""
+        self.index = index
+        self.request_id = seqs[0].seq_id
+        self.samples = [Sample(self, seq, i, tokenizer, is_streamed) for i, seq in enumerate(seqs)]
+        self.num_running = len(seqs)
+        self._tokenizer = tokenizer
+        self._created_at = time.perf_counter()
+        self._prompt_ids = seqs[0].token_ids
+        wanted = seqs[0].sampling_params.prompt_logprobs
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if wanted is not None:
+            self._prompt_logprobs = [None] * seqs[0].num_prompt_tokens
+
+    def add_prompt_logprobs(self, start: int, logprobs: Any) -> None:
+        """Those of the tokens after positions start, start + 1, ...: layers.logprobs.Logprobs."""
+        assert self._prompt_logprobs is not None, "prompt_logprobs of a request that did not ask"
+        num = self.samples[0].seq.sampling_params.prompt_logprobs or 0
+        parts = (part.tolist() for part in logprobs)
+        for position, (value, rank, ids, values) in enumerate(zip(*parts, strict=True), start + 1):
+            if position < len(self._prompt_logprobs):
+                token = int(self._prompt_ids[position])
+                self._prompt_logprobs[position] = token_logprobs(
+                    self._tokenizer, token, value, rank, ids[:num], values[:num]
+                )
+
+    def output(self) -> RequestOutput:
+        """The result, once every sample has ended."""
+        outputs = [sample.output() for sample in self.samples]
+        first = self.samples[0].seq
+        error = None
+        if any(output["finish_reason"] == "error" for output in outputs):
+            error = "the model's logits were not finite, or nothing was left to draw from"
+        return RequestOutput(
+            **outputs[0],
+            prompt_token_ids=self._prompt_ids.tolist(),
+            num_cached_tokens=first.num_hit_tokens or 0,
+            prompt_logprobs=self._prompt_logprobs,
+            outputs=outputs,
+            metrics=self._metrics(sum(len(output["token_ids"]) for output in outputs)),
+            error=error,
+        )
+
+    def _metrics(self, num_tokens: int) -> RequestMetrics | None:
+        first = self.samples[0].seq
+        end = max(sample.seq.finished_at for sample in self.samples)
+        if not first.admitted_at or not first.first_token_at:
+            return None  # aborted before
+        return RequestMetrics(
+            queue=first.admitted_at - self._created_at,
+            prefill=first.first_token_at - first.admitted_at,
+            decode=end - first.first_token_at,
+            tokens_per_second=num_tokens / max(end - first.admitted_at, 1e-9),
+        )
+
+
+def refused(prompt_ids: list[int], error: Exception) -> RequestOutput:
+    """The result of a request that was not run."""
+    return RequestOutput(
+        text="",
+        token_ids=[],
+        finish_reason="error",
+        stop_reason=None,
+        logprobs=None,
+        prompt_token_ids=prompt_ids,
+        num_cached_tokens=0,
+        prompt_logprobs=None,
+        outputs=[],
+        metrics=None,
+        error=str(error),
+    )
+
+
+def token_logprobs(
+    tokenizer: Any, token: int, logprob: float, rank: int, ids: list[int], values: list[float]
+) -> TokenLogprobs:
+    """Of the token itself, then of the k most probable; params as Logprobs has them."""
+
+    def entry(token_id: int, value: float, rank: int) -> Logprob:
+        return Logprob(value, rank, tokenizer.decode([token_id]))
+
+    found = {token: entry(token, logprob, rank)}
+    for i, (token_id, value) in enumerate(zip(ids, values, strict=True), 1):
+        if token_id != token:
+            found[token_id] = entry(token_id, value, i)
+    return found
