@@ -4,6 +4,7 @@ It knows requests and what a step gives; which requests there are, and what beco
 results, is up to the engine.
 """
 
+import gc
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ class StepLoop:
         Only as many are taken as the scheduler may want soon, so that the device need not wait for
         the others. Whatever ends this early, no request and no block stays behind.
         """
+        # New objects by the thousand set off the garbage collector, which would walk through all
+        # of torch's, a tenth of a second at a time, while the device waits.
+        gc.freeze()
         try:
             while True:
                 while self._scheduler.num_waiting <= self._scheduler.max_num_running:
@@ -82,6 +86,8 @@ class StepLoop:
         except BaseException:  # an interrupt too
             self.reset()
             raise
+        finally:
+            gc.unfreeze()
 
     def step(self) -> Outcome:
         """Launch the next step, then read back the one before it, or this one without overlap.
