@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from nanovllm.errors import EngineDeadError, EngineTimeoutError
 from nanovllm.outputs import Logprob, RequestOutput, StreamDelta
 from nanovllm.sampling_params import SamplingParams
 
@@ -9,7 +10,15 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __version__ = "0.3.0"
-__all__ = ["LLM", "Logprob", "RequestOutput", "SamplingParams", "StreamDelta"]
+__all__ = [
+    "LLM",
+    "EngineDeadError",
+    "EngineTimeoutError",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamDelta",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -34,6 +34,8 @@ class Config:
     attention_backend: str = "auto"  # a name from nanovllm.attention, or auto: the fastest
     load_format: str = "auto"  # auto: safetensors; dummy: random weights, for benchmarks
     seed: int = 0  # >= 0, of the sampler's random numbers
+    step_timeout: float = 60.0  # seconds, > 0, for other ranks to reply to a step; WorkerGroup
+    start_timeout: float = 600.0  # seconds, > 0, for other ranks to load; WorkerGroup
 
     def __post_init__(self) -> None:
         # Normalised in place: numpy scalars become ints, a Path becomes a str.
@@ -56,6 +58,13 @@ class Config:
             raise TypeError(f"gpu_memory_utilization: got {util!r}, needs a number, try 0.9")
         if not 0 < util <= 1:  # also false for NaN
             raise ValueError(f"gpu_memory_utilization: got {util}, needs 0 < x <= 1, try 0.9")
+        for name in ("step_timeout", "start_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, numbers.Real):
+                raise TypeError(f"{name}: got {value!r}, needs a number of seconds, try 60")
+            if not 0 < value < 1e6:  # also false for NaN
+                raise ValueError(f"{name}: got {value}, needs 0 < seconds < 1e6, try 60")
+            object.__setattr__(self, name, float(value))
         for name in ("enforce_eager", "overlap"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, needs True or False")
@@ -125,6 +134,14 @@ def resolve_checkpoint(model: str) -> Path:
         ) from error
 
 
+# Far above any published checkpoint. Sizes beyond are damage, and tables or lists of that length,
+# which transformers makes too, would take all memory.
+_LIMITS = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2**16),
+    "num_hidden_layers": 2**9,
+    "max_position_embeddings": 2**20,
+}
 # Fields for which a transformers config class would supply a default that we do not know.
 _EXPLICIT_FIELDS = {
     "architectures", "attention_bias", "head_dim", "hidden_act", "hidden_size",
@@ -144,10 +161,26 @@ def load_hf_config(path: Path) -> Any:
         raise ValueError(f"model: {path} has no config.json, needs a checkpoint for transformers")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
+        _check_sizes(values)
         if _EXPLICIT_FIELDS <= values.keys():
             return SimpleNamespace(**values)
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+        values.pop("num_labels", None)  # a list of that length is made
+        return AutoConfig.for_model(values.pop("model_type", None), **values)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"model: {file} cannot be read: {error}") from error
+
+
+def _check_sizes(values: dict[str, Any]) -> None:
+    """Refuse what would break or exhaust those who read a config before a model checks it."""
+    architectures = values.get("architectures") or []
+    if not (isinstance(architectures, list) and all(isinstance(a, str) for a in architectures)):
+        raise ValueError(f"architectures: got {architectures!r:.80}, needs a list of names")
+    for name, limit in _LIMITS.items():
+        value = values.get(name)
+        if value is not None and not (type(value) is int and 0 < value <= limit):
+            raise ValueError(
+                f"{name}: got {value!r:.80}, needs a positive integer up to {limit}, try the"
+                " published config.json"
+            )

@@ -25,11 +25,26 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
 }
 FLAGS = {"enforce_eager": False, "overlap": True}  # field -> default
+SECONDS = {"step_timeout": 60.0, "start_timeout": 600.0}
 
 
 def test_no_knob_is_missing_here():
     others = {"model", "gpu_memory_utilization", "attention_backend"}
-    assert {field.name for field in fields(Config)} == others.union(INTEGERS, CHOICES, FLAGS)
+    assert {field.name for field in fields(Config)} == others.union(
+        INTEGERS, CHOICES, FLAGS, SECONDS
+    )
+
+
+@pytest.mark.parametrize("name", SECONDS)
+def test_seconds(name):
+    assert getattr(Config("m"), name) == SECONDS[name]
+    assert getattr(Config("m", **{name: np.float32(2)}), name) == 2.0
+    for bad in (0, -1, float("nan"), float("inf"), 1e6):
+        with pytest.raises(ValueError, match=f"^{name}: got"):
+            Config("m", **{name: bad})
+    for bad in (True, "60", None):
+        with pytest.raises(TypeError, match=f"^{name}: got"):
+            Config("m", **{name: bad})
 
 
 def test_defaults():

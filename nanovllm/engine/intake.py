@@ -1,6 +1,7 @@
 """Intake: from what callers pass to requests, with everything that can be wrong found before."""
 
 import struct
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,7 @@ class Prepared:
     prompt_ids: Any  # int32 [num_tokens], or an exception
     params: SamplingParams
     means: Means | None
+    called_at: float  # time.perf_counter()
     error: Exception | None = None
 
 
@@ -49,6 +51,7 @@ class Intake:
 
     def read(self, prompts: Any, params: Any, on_error: str = "raise") -> list[Prepared]:
         """Check all prompts and their params; the first error is raised, or kept in its place."""
+        now = time.perf_counter()
         prompt_ids = self._reader.read(prompts, on_error)
         checked = read_sampling_params(params, len(prompt_ids), self._vocab_size, on_error)
         # Usually many prompts share one SamplingParams object, and then one error.
@@ -59,7 +62,9 @@ class Intake:
                 known[id(p)] = p if isinstance(p, Exception) else attempt(self._mean, name, p)
         means = settle([known[id(p)] for p in checked], on_error)
         return [
-            Prepared(i, ids, p, m, next((x for x in (ids, p, m) if isinstance(x, Exception)), None))
+            Prepared(
+                i, ids, p, m, now, next((x for x in (ids, p, m) if isinstance(x, Exception)), None)
+            )
             for i, (ids, p, m) in enumerate(zip(prompt_ids, checked, means, strict=True))
         ]
 
@@ -71,7 +76,7 @@ class Intake:
         if prepared.params.prompt_logprobs is not None:
             leader.num_prompt_logprobs = prepared.params.prompt_logprobs
         self._num_requests += 1
-        return Request(prepared.index, seqs, self._tokenizer, is_streamed)
+        return Request(prepared.index, seqs, self._tokenizer, is_streamed, prepared.called_at)
 
     def _mean(self, name: str, params: SamplingParams) -> Means:
         stop_ids = {*(params.stop_token_ids or ())}
@@ -94,7 +99,7 @@ class Intake:
         if params.seed is None:
             key = struct.pack("<QQ", self._seed, self._num_requests)
         else:
-            key = struct.pack("<q", params.seed)
+            key = b"request" + struct.pack("<q", params.seed)
         if sample:
             key += struct.pack("<Q", sample)
         seed = xxhash.xxh64_intdigest(key) >> 1

@@ -1,7 +1,6 @@
 """LLMEngine: prompts in, completions out. It owns the scheduler and every rank's model runner."""
 
 import contextlib
-import logging
 import numbers
 import time
 import weakref
@@ -10,11 +9,11 @@ from typing import Any
 
 import torch
 
-import nanovllm
 from nanovllm.config import Config, load_hf_config, resolve_checkpoint
 from nanovllm.engine.chat import render_chat
 from nanovllm.engine.checks import check_backend, check_model
 from nanovllm.engine.intake import Intake, Prepared, known_prompt_ids
+from nanovllm.engine.log import log_start, show_log
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.params import default_sampling_params
 from nanovllm.engine.precompile import start_compiling
@@ -23,12 +22,10 @@ from nanovllm.engine.prompts import find_eos_token_ids, load_tokenizer
 from nanovllm.engine.request import refused
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_loop import StepLoop
-from nanovllm.engine.worker import WorkerGroup
+from nanovllm.engine.worker_group import WorkerGroup
+from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput, StreamDelta
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils import distributed
-
-logger = logging.getLogger("nanovllm")
 
 
 class LLMEngine:
@@ -44,7 +41,7 @@ class LLMEngine:
         kwargs are the fields of Config. Raises ValueError or TypeError, before any device work,
         for settings or a checkpoint that cannot work.
         """
-        _show_log()
+        show_log()
         self.config = config = Config.from_kwargs(model, **kwargs)
         _check_alone(config)
         checkpoint = resolve_checkpoint(config.model)
@@ -60,20 +57,29 @@ class LLMEngine:
         eos_token_ids = find_eos_token_ids(checkpoint, self.tokenizer, hf_config)
         self._defaults = default_sampling_params(checkpoint)
         start = time.perf_counter()
-        _open_engines.add(self)
         workers = WorkerGroup(config, checkpoint, self.max_model_len)
         # Runs at close(), when the engine is collected, or at exit, whichever comes first. It must
         # not hold the engine itself, or the engine would never be collected.
         parts: list[Any] = [workers]
         self._finalizer = weakref.finalize(self, _close, parts)
+        _open_engines.add(self)
         try:
             self._runner = ModelRunner(
-                config, hf_config, checkpoint, self.max_model_len, 0, workers.init_method
+                config,
+                hf_config,
+                checkpoint,
+                self.max_model_len,
+                0,
+                workers.init_method,
+                is_hopeless=lambda: workers.has_failed,
             )
             parts.append(self._runner)
-            workers.wait()
-        except BaseException:
+            workers.wait_for_start(self._runner.facts())
+        except BaseException as error:
+            fault = workers.explain(error) if workers.has_failed else None
             self.close()
+            if fault is not None and not isinstance(error, EngineDeadError):
+                raise fault from error
             raise
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -83,7 +89,9 @@ class LLMEngine:
             self._runner.num_blocks,
             eos_token_ids,
         )
-        self._loop = StepLoop(self.scheduler, self._runner, workers, config.overlap)
+        self._loop = StepLoop(
+            self.scheduler, self._runner, workers, config.overlap, self._finalizer
+        )
         self._intake = Intake(
             config.seed,
             self.tokenizer,
@@ -91,7 +99,7 @@ class LLMEngine:
             self.scheduler.max_len,
             self.scheduler.eos_token_ids,
         )
-        self._log_start(time.perf_counter() - start)
+        log_start(self._runner, self.device_name, time.perf_counter() - start)
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -117,6 +125,11 @@ class LLMEngine:
         self._check_open()
         if isinstance(prompt, numbers.Integral):
             raise TypeError(f"prompt: got {prompt!r}, needs a string or a list of token ids")
+        if self._loop.is_serving:
+            raise RuntimeError(
+                "add_request: generate or a stream is running, needs it to end first, try to call"
+                " it outside of on_result and of the loop over a stream"
+            )
         request = self._intake.make(self._intake.read([prompt], sampling_params)[0])
         self._loop.add(request)
         return request.request_id
@@ -128,7 +141,11 @@ class LLMEngine:
         """
         self._check_open()
         outcome = self._loop.step()
-        return [(request.request_id, request.output()) for request in outcome.ended]
+        try:
+            return [(request.request_id, request.output()) for request in outcome.ended]
+        except BaseException:
+            self._loop.reset()
+            raise
 
     def abort(self, request_id: int) -> None:
         """End a request between two steps; it comes out with what it has and reason "abort".
@@ -163,6 +180,8 @@ class LLMEngine:
         on_result: called with each request's index and result when it has ended.
         """
         self._check_idle("generate")
+        if on_result is not None and not callable(on_result):
+            raise TypeError(f"on_result: got {type(on_result).__name__}, needs a function or None")
         prepared = self._intake.read(prompts, sampling_params, on_error)
         outputs: dict[int, RequestOutput] = {}
 
@@ -251,6 +270,7 @@ class LLMEngine:
             )
 
     def _deltas(self, prepared: list[Prepared]) -> Generator[StreamDelta, None, None]:
+        self._check_idle("stream")  # again: another one may have been begun meanwhile
         todo = (self._intake.make(p, is_streamed=True) for p in prepared)
         with contextlib.closing(self._loop.serve(todo)) as outcomes:
             for outcome in outcomes:
@@ -260,25 +280,6 @@ class LLMEngine:
                     if delta is not None:
                         yield delta
 
-    def _log_start(self, seconds: float) -> None:
-        runner, size = self._runner, self.config.kvcache_block_size
-        reason = f"; {runner.backend_reason}" if runner.backend_reason else ""
-        logger.info(
-            "nanovllm %s on %s: %s, attention %s, %.1fM parameters%s, %d KV blocks of %d tokens"
-            " (%d tokens), ready in %.1f s%s",
-            nanovllm.__version__,
-            self.device_name,
-            str(runner.dtype).removeprefix("torch."),
-            runner.backend.name,
-            runner.num_parameters / 1e6,
-            f" on each of {distributed.tp_size()} ranks" if distributed.tp_size() > 1 else "",
-            runner.num_blocks,
-            size,
-            runner.num_blocks * size,
-            seconds,
-            reason,
-        )
-
 
 # Ranks are a property of the process (utils/distributed.py), so an engine that has several of them
 # shares the process with no other.
@@ -286,7 +287,7 @@ _open_engines: weakref.WeakSet[LLMEngine] = weakref.WeakSet()
 
 
 def _check_alone(config: Config) -> None:
-    others = [engine.config.tensor_parallel_size for engine in _open_engines]
+    others = [e.config.tensor_parallel_size for e in _open_engines if e._finalizer.alive]
     if others and max(*others, config.tensor_parallel_size) > 1:
         raise RuntimeError(
             f"tensor_parallel_size: got {config.tensor_parallel_size} beside engines of {others}"
@@ -304,10 +305,3 @@ def _close(parts: list[Any]) -> None:
         runner.close()
     workers.close()
     parts[1:] = []
-
-
-def _show_log() -> None:
-    """Let the log line be seen when the program has not set up logging itself."""
-    if not logging.getLogger().handlers and not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO)

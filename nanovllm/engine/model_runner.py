@@ -4,11 +4,11 @@ It turns a ScheduledBatch into sampled tokens. It knows tensors, never sequences
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanovllm.attention import AttentionBackend, select_backend
@@ -24,12 +24,12 @@ from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.sequence import ScheduledBatch
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.logprobs import Logprobs, prompt_logprobs
+from nanovllm.layers.logprobs import Logprobs, prompt_logprobs_of_pieces
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
 from nanovllm.utils import distributed
 from nanovllm.utils.context import use_context
-from nanovllm.utils.loader import load_dummy, load_model
+from nanovllm.utils.loader import fingerprint, load_dummy, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +43,13 @@ class ModelRunner:
         max_model_len: int,
         rank: int,
         init_method: str,
+        is_hopeless: Callable[[], bool] = lambda: False,
     ) -> None:
         """Load the model, size the KV cache and capture the graphs of one rank.
 
         hf_config: the checkpoint's transformers config, checked already.
         init_method: where the ranks meet; unused when there is one.
+        is_hopeless: whether to stop waiting for the others there.
         """
         self.config = config
         self.max_model_len = max_model_len
@@ -62,7 +64,9 @@ class ModelRunner:
             init_method,
             "nccl" if self.device.type == "cuda" else "gloo",
             self.device,
+            is_hopeless,
         )
+        self._fingerprint = fingerprint(checkpoint)
         try:
             self._start(hf_config, checkpoint)
         except BaseException:
@@ -126,13 +130,22 @@ class ModelRunner:
 
     def _redraw(self, batch: ScheduledBatch, result: StepResult) -> Logprobs | None:
         """Draw again, on rank 0, for the rows that ask for it, and let every rank know."""
-        logprobs = None
-        if result.logits is not None:
-            logprobs = self.redrawer.redraw(batch.special, result.logits, result.tokens)
-        distributed.broadcast(result.tokens)
-        rows = torch.from_numpy(batch.rows[batch.is_sampled]).to(self.device)
-        self.state.last_tokens[rows.long()] = result.tokens.int()
+        tokens, logits = result
+        logprobs = None if logits is None else self.redrawer.redraw(batch.special, logits, tokens)
+        distributed.broadcast(tokens)
+        rows = torch.tensor(batch.rows[batch.is_sampled], dtype=torch.int64, device=self.device)
+        self.state.last_tokens[rows] = tokens.int()
         return logprobs
+
+    def facts(self) -> dict[str, Any]:
+        """What every rank must have found alike, as JSON values."""
+        return {
+            "checkpoint": self._fingerprint,
+            "dtype": str(self.dtype),
+            "kvcache_block_size": self.config.kvcache_block_size,
+            "num_kvcache_blocks": self.num_blocks,
+            "max_model_len": self.max_model_len,
+        }
 
     def _build(self, batch: ScheduledBatch) -> InputBatch:
         if batch.is_prefill:
@@ -161,22 +174,15 @@ class ModelRunner:
         assert indices is not None, "a prefill samples some of its rows"
         with use_context(replace(inputs.context, logits_indices=None)):
             hidden_states = self.model(inputs.input_ids, inputs.positions)
-            ends = np.cumsum(batch.num_scheduled_tokens)
-            next_ids = torch.from_numpy(batch.next_ids).to(self.device)
-            found = [
-                prompt_logprobs(
-                    hidden_states[end - count : end],
-                    self.model.compute_logits,
-                    next_ids[end - count : end],
-                    k,
-                )
-                for k, count, end in zip(
-                    batch.prompt_logprobs.tolist(), batch.num_scheduled_tokens, ends, strict=True
-                )
-                if k >= 0
-            ]
+            found = prompt_logprobs_of_pieces(
+                hidden_states,
+                self.model.compute_logits,
+                torch.tensor(batch.next_ids, device=self.device),
+                batch.num_scheduled_tokens.tolist(),
+                batch.prompt_logprobs.tolist(),
+            )
             logits = self.model.compute_logits(hidden_states.index_select(0, indices))
-        return self._finish_step(inputs, logits), [x for x in found if x is not None]
+        return self._finish_step(inputs, logits), found
 
     def _finish_step(
         self, inputs: InputBatch, logits: torch.Tensor | None, all_greedy: bool = False

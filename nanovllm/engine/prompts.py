@@ -1,5 +1,6 @@
 """PromptReader: from what callers pass to token ids, checked before anything is queued."""
 
+import contextlib
 import json
 import numbers
 import struct
@@ -21,6 +22,15 @@ _FOREIGN_KEYS = {
     *("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "cache_salt"),
     *("prompt_embeds", "token_type_ids", "encoder_prompt", "decoder_prompt"),
 }
+# Texts that a sound tokenizer gets through: short and long, characters of one to four bytes.
+_PROBES = [
+    "a",
+    "a b",
+    "Hello, wörld 12's\n",
+    " a\u0300é, 東京 \U0001f600",
+    40 * "a",
+    " " + 9 * "hello wörld ",
+]
 
 
 def load_tokenizer(checkpoint: Path) -> Any:
@@ -30,9 +40,18 @@ def load_tokenizer(checkpoint: Path) -> Any:
     try:
         if transformers.__version__ >= "5" and (checkpoint / "tokenizer.json").is_file():
             # What AutoTokenizer would build from this file, without its import of all models.
-            return transformers.PreTrainedTokenizerFast.from_pretrained(str(checkpoint))
-        return transformers.AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)
-    except Exception as error:  # transformers raises whatever its parsers raise
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(checkpoint))
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                str(checkpoint), trust_remote_code=False
+            )
+        with contextlib.suppress(Exception):  # a text may fail, but not by a panic
+            tokenizer(_PROBES)
+        return tokenizer
+    except BaseException as error:  # transformers raises whatever its parsers raise
+        # A panic of the tokenizers library is no Exception; neither is Ctrl-C.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ValueError(
             f"model: {checkpoint} has no tokenizer that loads ({error}); needs tokenizer.json and"
             " tokenizer_config.json beside the weights"
@@ -50,9 +69,16 @@ def find_eos_token_ids(checkpoint: Path, tokenizer: Any, hf_config: Any) -> set[
             listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         else:
             path, listed = checkpoint / "config.json", getattr(hf_config, "eos_token_id", None)
-        ids = listed if isinstance(listed, list) else [listed]
-        return {int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None}
-    except (ValueError, TypeError, AttributeError) as error:
+        ids = [*(listed if isinstance(listed, list) else [listed]), tokenizer.eos_token_id]
+        vocab_size = getattr(hf_config, "vocab_size", 2**31)
+        for i in ids:
+            if i is not None and not (type(i) is int and 0 <= i < vocab_size):
+                raise ValueError(
+                    f"eos_token_id: got {i!r:.80} here or in the tokenizer, needs 0 <= id < "
+                    f"{vocab_size} (the vocabulary), try the published file"
+                )
+        return set(ids) - {None}
+    except Exception as error:  # json also raises RecursionError
         raise ValueError(f"model: {path} cannot be read: {error}") from error
 
 
@@ -166,8 +192,9 @@ def attempt(function: Callable[..., Any], *args: Any) -> Any:
 
 def settle(results: list[Any], on_error: str) -> list[Any]:
     """The results with errors in their places ("return"), or none but good ones ("raise")."""
-    if on_error not in ("raise", "return"):
-        raise ValueError(f"on_error: got {on_error!r}, needs 'raise' or 'return'")
+    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
+        got = f"{on_error!r:.40}" if isinstance(on_error, str) else type(on_error).__name__
+        raise ValueError(f"on_error: got {got}, needs 'raise' or 'return'")
     if on_error == "raise":
         for result in results:
             if isinstance(result, Exception):
@@ -235,14 +262,15 @@ def _as_integers(name: str, item: Any) -> npt.NDArray[np.integer]:
         raise TypeError(f"{name}: got {type(item).__name__}, needs {need}") from error
     if ids.ndim == 1 and len(ids) == 0:
         return ids.astype(np.int64)
-    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError(f"{name}: got {_describe(item, ids)}, needs {need}")
     return ids
 
 
 def _describe(item: Any, ids: npt.NDArray[Any]) -> str:
     if ids.ndim == 0:
-        is_number = isinstance(item, numbers.Number)
+        # Python refuses to print an integer of thousands of digits.
+        is_number = isinstance(item, float) or (type(item) is int and item.bit_length() < 99)
         return f"{type(item).__name__} {item!r}"[:80] if is_number else type(item).__name__
     return f"{ids.ndim}-dimensional {ids.dtype} values"
 

@@ -3,7 +3,6 @@
 It knows text, log-probabilities and clocks; sequences only to read what the scheduler left there.
 """
 
-import time
 from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
@@ -57,8 +56,9 @@ class Sample:
         seq, params = self.seq, self.seq.sampling_params
         if self.grammar is not None:
             self.grammar.accept(token)
-        is_stop_id = seq.stop_reason is not None and not params.include_stop_str_in_output
-        if self._detokenizer is not None and not is_stop_id:
+        # A token that ended it, an EOS or a stop token id, is as little text as a stop string.
+        is_end = seq.finish_reason == "stop" and not params.include_stop_str_in_output
+        if self._detokenizer is not None and not is_end:
             stop = self._detokenizer.append([token])
             if stop is not None:
                 seq.stop_reason = stop
@@ -107,9 +107,8 @@ class Sample:
             self._detokenizer.finish()
             text = self._detokenizer.text
         elif params.detokenize:
-            shown = token_ids
-            if seq.stop_reason is not None and not params.include_stop_str_in_output:
-                shown = token_ids[:-1]
+            is_end = reason == "stop" and not params.include_stop_str_in_output
+            shown = token_ids[:-1] if is_end else token_ids
             text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
         return SampleOutput(
             text=text,
@@ -121,14 +120,24 @@ class Sample:
 
 
 class Request:
-    def __init__(self, index: int, seqs: list[Sequence], tokenizer: Any, is_streamed: bool) -> None:
-        """index: of its prompt in the call. seqs: its samples, the first one leads."""
+    def __init__(
+        self,
+        index: int,
+        seqs: list[Sequence],
+        tokenizer: Any,
+        is_streamed: bool,
+        called_at: float,
+    ) -> None:
+        """index: of its prompt in the call. seqs: its samples, the first one leads.
+
+        called_at: time.perf_counter() of the call.
+        """
         self.index = index
         self.request_id = seqs[0].seq_id
         self.samples = [Sample(self, seq, i, tokenizer, is_streamed) for i, seq in enumerate(seqs)]
         self.num_running = len(seqs)
         self._tokenizer = tokenizer
-        self._created_at = time.perf_counter()
+        self._called_at = called_at
         self._prompt_ids = seqs[0].token_ids
         wanted = seqs[0].sampling_params.prompt_logprobs
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -170,7 +179,7 @@ class Request:
         if not first.admitted_at or not first.first_token_at:
             return None  # aborted before
         return RequestMetrics(
-            queue=first.admitted_at - self._created_at,
+            queue=first.admitted_at - self._called_at,
             prefill=first.first_token_at - first.admitted_at,
             decode=end - first.first_token_at,
             tokens_per_second=num_tokens / max(end - first.admitted_at, 1e-9),

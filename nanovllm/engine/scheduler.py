@@ -103,13 +103,13 @@ class Scheduler:
         self._running = np.array(
             [seq.row for seq in running if seq.seq_id not in dropped], np.int32
         )
-        for seq in waiting + running:
-            if seq.seq_id in dropped:
-                if seq.row is not None:
-                    self._release(seq)
-                seq.status = SequenceStatus.FINISHED
-                seq.finish_reason = "abort"
-                seq.finished_at = time.perf_counter()
+        leaders = [seq for seq in waiting + running if seq.seq_id in dropped]
+        followers = [follower for leader in leaders for follower in leader.followers]
+        for seq in leaders + followers:
+            if seq.row is not None:
+                self._release(seq)
+            seq.status, seq.followers = SequenceStatus.FINISHED, []
+            seq.finish_reason, seq.finished_at = "abort", time.perf_counter()
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's work; None when there is none, or none before update() was called."""
@@ -144,7 +144,7 @@ class Scheduler:
         if np.count_nonzero(table.has_stop_ids[rows]):
             for i in table.has_stop_ids[rows].nonzero()[0].tolist():
                 seq, token = self._sequence(rows[i]), int(token_ids[i])
-                if token in (seq.sampling_params.stop_token_ids or ()):
+                if token in (seq.sampling_params.stop_token_ids or ()) and not is_eos[i]:
                     is_eos[i], seq.stop_reason = True, token
         if batch.is_prefill:
             self._release_followers(rows)
@@ -161,7 +161,7 @@ class Scheduler:
     def _release_followers(self, rows: IntArray) -> None:
         """Queue those that waited for the prompts of these rows, which are in the cache now."""
         now = time.perf_counter()
-        for row in rows.tolist():
+        for row in rows[::-1].tolist():  # each goes to the head, the first one last
             seq = self._sequence(row)
             seq.first_token_at = seq.first_token_at or now
             if seq.followers:

@@ -6,7 +6,7 @@ results, is up to the engine.
 
 import gc
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from nanovllm.engine.request import Request, Sample
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import ScheduledBatch, Sequence
 from nanovllm.engine.step_handle import StepHandle
-from nanovllm.engine.worker import WorkerGroup
+from nanovllm.engine.worker_group import WorkerGroup
+from nanovllm.errors import EngineDeadError
 
 
 @dataclass(slots=True)
@@ -29,10 +30,18 @@ class Outcome:
 
 class StepLoop:
     def __init__(
-        self, scheduler: Scheduler, runner: ModelRunner, workers: WorkerGroup, overlap: bool
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        workers: WorkerGroup,
+        overlap: bool,
+        close: Callable[[], object],
     ) -> None:
+        """close: ends the engine, when its ranks can no longer work together."""
+        self._close = close
         self._scheduler, self._runner, self._workers = scheduler, runner, workers
         self._overlap = overlap
+        self.is_serving = False
         self._requests: dict[int, Request] = {}  # of each unfinished sequence, by its id
         self._watched: dict[int, Sample] = {}  # likewise, those that look at each token
         self._ended: list[Request] = []  # aborted since the last step
@@ -57,7 +66,11 @@ class StepLoop:
             self._requests[sample.seq.seq_id] = request
             if sample.is_watched:
                 self._watched[sample.seq.seq_id] = sample
-        self._scheduler.add(request.samples[0].seq)  # its followers come after it
+        try:
+            self._scheduler.add(request.samples[0].seq)  # its followers come after it
+        except BaseException:  # an interrupt
+            self._forget(sample.seq for sample in request.samples)
+            raise
 
     def _forget(self, seqs: Iterable[Sequence]) -> None:
         for seq in seqs:
@@ -70,9 +83,7 @@ class StepLoop:
         Only as many are taken as the scheduler may want soon, so that the device need not wait for
         the others. Whatever ends this early, no request and no block stays behind.
         """
-        # New objects by the thousand set off the garbage collector, which would walk through all
-        # of torch's, a tenth of a second at a time, while the device waits.
-        gc.freeze()
+        self.is_serving = True
         try:
             while True:
                 while self._scheduler.num_waiting <= self._scheduler.max_num_running:
@@ -82,12 +93,19 @@ class StepLoop:
                     self.add(request)
                 if self.is_finished():
                     return
-                yield self.step()
+                # New objects by the thousand set off the garbage collector, which would walk
+                # through all of torch's, a tenth of a second at a time, while the device waits.
+                gc.freeze()
+                try:
+                    outcome = self.step()
+                finally:
+                    gc.unfreeze()
+                yield outcome
         except BaseException:  # an interrupt too
             self.reset()
             raise
         finally:
-            gc.unfreeze()
+            self.is_serving = False
 
     def step(self) -> Outcome:
         """Launch the next step, then read back the one before it, or this one without overlap.
@@ -103,9 +121,7 @@ class StepLoop:
                     self._read_back(outcome)
             outcome.batch = batch = self._scheduler.schedule()
             if batch is not None:
-                self._workers.send_batch(batch)
-                self._inflight.append((batch, self._runner.launch(batch)))
-                self._workers.wait()
+                self._launch(batch)
             num_kept = 1 if self._overlap and batch is not None else 0
             # Once every request has ended, the step still in flight holds nothing but surplus.
             while len(self._inflight) > num_kept or (
@@ -117,6 +133,21 @@ class StepLoop:
             # How far the step got is unknown, so nothing of it is kept.
             self.reset()
             raise
+
+    def _launch(self, batch: ScheduledBatch) -> None:
+        """On every rank. Ranks of which one fails in between are out of step for good."""
+        try:
+            self._workers.send_batch(batch)
+            self._inflight.append((batch, self._runner.launch(batch)))
+            self._workers.wait()
+        except BaseException as error:
+            fault = self._workers.explain(error)
+            if fault is None:  # there is one rank
+                raise
+            self._close()
+            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+                raise
+            raise fault from error
 
     def _read_back(self, outcome: Outcome) -> None:
         """Wait for the oldest step in flight, and move on the sequences it computed."""

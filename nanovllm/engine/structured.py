@@ -172,7 +172,7 @@ def _schema_grammar(xgrammar: Any, schema: str) -> str:
     It lets control characters into those, which JSON forbids, and halves of surrogate pairs, which
     are decoded to more characters than one.
     """
-    grammar = str(xgrammar.Grammar.from_json_schema(schema))
+    grammar = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))
     return grammar.replace(r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\ud800-\udfff]")
 
 

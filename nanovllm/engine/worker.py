@@ -1,190 +1,99 @@
-"""WorkerGroup: the processes of ranks 1 and up, and the channel that makes them mirror rank 0.
+"""A worker: the process of one rank from 1 up, mirroring the calls that rank 0 sends.
 
-Each worker is a fresh interpreter holding one end of a socket pair. The socket has no name, no
-port and no size limit, and closes with either process. A frame is a method name and arrays, so
-nothing is pickled:
+    python -m nanovllm.engine.worker CHANNEL_FD LIFELINE_FD PARENT_PID
 
-    | header length: uint32 | header: JSON {"call", "scalars", "arrays": [[name, dtype, shape]]} |
-    | the arrays' bytes, end to end |
-
-Every call is acknowledged, with the worker's traceback when it failed.
+It ends when told to, when the channel closes, and, whatever it is doing, when rank 0 is gone: the
+other end of the lifeline is held by rank 0 alone.
 """
 
-import contextlib
-import json
+import logging
 import os
+import select
 import shutil
+import signal
 import socket
-import struct
-import subprocess
 import sys
-import tempfile
+import threading
 import traceback
-from collections.abc import Iterator
-from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from nanovllm.config import Config, load_hf_config
+from nanovllm.engine.channel import Channel, Frame
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.sequence import ScheduledBatch
 
-_CLOSE_TIMEOUT_S = 10.0
-# Fields of ScheduledBatch that are not arrays, and those that only rank 0 needs.
-_SCALARS = ("is_prefill", "all_greedy", "is_redrawn")
-_NOT_SENT = ("special",)
+logger = logging.getLogger("nanovllm")
+
+_EXIT_ORPHANED = 70
 
 
-class WorkerGroup:
-    """Ranks 1 and up of one engine, seen from rank 0."""
+class _Lifeline:
+    """Ends this process, from a thread of its own, when rank 0 does."""
 
-    def __init__(self, config: Config, checkpoint: Path, max_model_len: int) -> None:
-        """Start the processes; they load while rank 0 does, and acknowledge that like any call."""
-        # Ranks find each other through a file in a private folder: no port to collide on.
-        self._folder = tempfile.mkdtemp(prefix="nanovllm-")
-        self.init_method = f"file://{self._folder}/rendezvous"
-        self._connections: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        # Ranks talk on the loopback interface only, unless the user chose another.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        for rank in range(1, config.tensor_parallel_size):
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "nanovllm.engine.worker", str(theirs.fileno())],
-                        pass_fds=[theirs.fileno()],
-                        env=_worker_environment(config),
-                        stdin=subprocess.DEVNULL,
-                    )
-                )
-            connection = Connection(ours.detach())
-            self._connections.append(connection)
-            scalars = {
-                "config": asdict(config),
-                "checkpoint": str(checkpoint),
-                "max_model_len": max_model_len,
-                "rank": rank,
-                "init_method": self.init_method,
-            }
-            connection.send_bytes(encode("start", scalars, {}))
+    def __init__(self, fd: int, parent_pid: int) -> None:
+        self.folder: str | None = None  # to take along, while the ranks have not met
+        self._fd, self._parent_pid = fd, parent_pid
+        threading.Thread(target=self._watch, daemon=True, name="lifeline").start()
 
-    def send_batch(self, batch: ScheduledBatch) -> None:
-        """Make every worker launch this batch; rank 0 launches it itself meanwhile."""
-        arrays = {
-            name: getattr(batch, name)
-            for name in ScheduledBatch.__dataclass_fields__
-            if name not in _SCALARS + _NOT_SENT
-        }
-        frame = encode("launch", {name: getattr(batch, name) for name in _SCALARS}, arrays)
-        for connection in self._connections:
-            connection.send_bytes(frame)
-
-    def wait(self) -> None:
-        """Wait for each worker's acknowledgement; RuntimeError with its traceback if one failed."""
-        for rank, connection in enumerate(self._connections, 1):
-            try:
-                call, scalars, _ = decode(connection.recv_bytes())
-            except (EOFError, OSError) as error:
-                code = self._processes[rank - 1].poll()
-                raise RuntimeError(f"rank {rank} is gone (exit code {code})") from error
-            if call == "error":
-                raise RuntimeError(f"rank {rank} failed:\n{scalars['traceback']}")
-
-    def ask_to_close(self) -> None:
-        """Tell the workers to leave; harmless when they are gone already."""
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.send_bytes(encode("close", {}, {}))
-            connection.close()
-        self._connections = []
-
-    def close(self) -> None:
-        """End the workers, by force after a while, and remove what they met through."""
-        self.ask_to_close()
-        for process in self._processes:
-            try:
-                process.wait(_CLOSE_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        self._processes = []
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def _watch(self) -> None:
+        # A process that rank 0 has forked may hold the other end too: hence a look at the parent.
+        while os.getppid() == self._parent_pid:
+            if select.select([self._fd], [], [], 0.2)[0]:
+                break
+        logger.error("nanovllm: process %d ends, rank 0 is gone", os.getpid())
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os._exit(_EXIT_ORPHANED)
 
 
-def encode(call: str, scalars: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> bytes:
-    """One frame; scalars must be JSON values, arrays of any dtype and shape."""
-    layout = [[name, a.dtype.str, a.shape] for name, a in arrays.items()]
-    header = json.dumps({"call": call, "scalars": scalars, "arrays": layout}).encode()
-    parts = [np.ascontiguousarray(a).tobytes() for a in arrays.values()]
-    return b"".join([struct.pack("<I", len(header)), header, *parts])
+def _start(scalars: dict[str, Any], lifeline: _Lifeline) -> ModelRunner:
+    checkpoint = Path(scalars["checkpoint"])
+    runner = ModelRunner(
+        Config(**scalars["config"]),
+        load_hf_config(checkpoint),
+        checkpoint,
+        scalars["max_model_len"],
+        scalars["rank"],
+        scalars["init_method"],
+    )
+    lifeline.folder = None
+    return runner
 
 
-def decode(frame: bytes) -> tuple[str, dict[str, Any], dict[str, npt.NDArray[Any]]]:
-    """The call, scalars and arrays of a frame; the arrays are read-only views of it."""
-    (size,) = struct.unpack_from("<I", frame)
-    header = json.loads(frame[4 : 4 + size])
-    arrays, offset = {}, 4 + size
-    for name, dtype, shape in header["arrays"]:
-        count = int(np.prod(shape))
-        array = np.frombuffer(frame, dtype, count, offset)
-        arrays[name] = array.reshape(shape)
-        offset += array.nbytes
-    return header["call"], header["scalars"], arrays
+def _obey(frame: Frame, runner: ModelRunner | None, lifeline: _Lifeline) -> ModelRunner | None:
+    if frame.call == "prepare":  # that this is answered says that all imports are done
+        lifeline.folder = frame.scalars["folder"]
+        return None
+    if frame.call == "start":
+        return _start(frame.scalars, lifeline)
+    assert runner is not None and frame.call == "launch", f"call {frame.call!r}"
+    fields: dict[str, Any] = {**frame.scalars, **frame.arrays}
+    runner.launch(ScheduledBatch(**fields))
+    return runner
 
 
-def _worker_environment(config: Config) -> dict[str, str]:
-    env = dict(os.environ)
-    cores = os.cpu_count() or 1
-    env.setdefault("OMP_NUM_THREADS", str(max(1, cores // config.tensor_parallel_size)))
-    # The package may have been found through sys.path alone.
-    package_root = str(Path(__file__).parents[2])
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, env.get("PYTHONPATH")]))
-    return env
-
-
-def _frames(connection: Connection) -> Iterator[bytes]:
-    """Frames until rank 0 closes its end or dies."""
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            yield connection.recv_bytes()
-
-
-def main(fd: int) -> None:
+def main(channel_fd: int, lifeline_fd: int, parent_pid: int) -> None:
     """A worker's life: obey frames until told to close or rank 0 is gone."""
-    connection = Connection(fd)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which tells the others
+    lifeline = _Lifeline(lifeline_fd, parent_pid)
+    channel = Channel(socket.socket(fileno=channel_fd))
     runner: ModelRunner | None = None
-    for frame in _frames(connection):
-        call, scalars, arrays = decode(frame)
-        if call == "close":
+    while True:
+        try:
+            frame = channel.receive()
+        except (EOFError, OSError):
+            break
+        if frame.call == "close":
             break
         try:
-            if call == "start":
-                checkpoint = Path(scalars["checkpoint"])
-                runner = ModelRunner(
-                    Config(**scalars["config"]),
-                    load_hf_config(checkpoint),
-                    checkpoint,
-                    scalars["max_model_len"],
-                    scalars["rank"],
-                    scalars["init_method"],
-                )
-            else:
-                assert runner is not None, f"call {call!r} before start"
-                fields: dict[str, Any] = {**scalars, **arrays}
-                runner.launch(ScheduledBatch(**fields))
-            reply = encode("done", {}, {})
+            runner = _obey(frame, runner, lifeline)
+            channel.send("done", {} if runner is None else runner.facts())
         except Exception:
-            reply = encode("error", {"traceback": traceback.format_exc()}, {})
-        connection.send_bytes(reply)
+            channel.send("error", {"traceback": traceback.format_exc()})
     if runner is not None:
         runner.close()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

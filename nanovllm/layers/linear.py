@@ -8,6 +8,7 @@ it, the activation or the residual after it) is up to kernels/norm_linear.py.
 
 import functools
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,6 +62,24 @@ def shard_size(name: str, size: int) -> int:
     return size // tp_size
 
 
+def num_kv_replicas(num_kv_heads: int, tp_size: int) -> int | None:
+    """How many neighbouring ranks hold the same KV head; None for numbers that do not fit.
+
+    Several heads a rank, or several ranks a head: rank 0 of 2 with 3 heads would need half of one.
+    """
+    if num_kv_heads % tp_size == 0:
+        return 1
+    return None if tp_size % num_kv_heads else tp_size // num_kv_heads
+
+
+class _Part(NamedTuple):
+    """Where a projection lies in this rank's weight, and where it comes from."""
+
+    start: int  # first row here
+    size: int  # number of rows
+    source: int  # first row in the checkpoint's tensor
+
+
 class ColumnParallelLinear(nn.Module):
     """Output rows are split; several projections of one input may be packed, each split by itself.
 
@@ -70,14 +89,26 @@ class ColumnParallelLinear(nn.Module):
         holds         q2  q3  k1  v1
     """
 
-    def __init__(self, input_size: int, output_sizes: dict[ShardId, int], bias: bool) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        output_sizes: dict[ShardId, int],
+        bias: bool,
+        replicas: Mapping[ShardId, int] | None = None,
+    ) -> None:
+        """replicas: of parts that are cut into fewer shards than there are ranks, how many
+        neighbouring ranks hold the same one
+        """
         super().__init__()
-        # Part -> (first local row, number of local rows).
-        self.parts: dict[ShardId, tuple[int, int]] = {}
+        # As it is now: another engine of this process may form a group later.
+        tp_rank = distributed.tp_rank()
+        self.parts: dict[ShardId, _Part] = {}
         num_rows = 0
         for shard_id, size in output_sizes.items():
-            self.parts[shard_id] = (num_rows, shard_size("the output size", size))
-            num_rows += self.parts[shard_id][1]
+            copies = (replicas or {}).get(shard_id, 1)
+            local_size = shard_size("the output size", size * copies)
+            self.parts[shard_id] = _Part(num_rows, local_size, tp_rank // copies * local_size)
+            num_rows += local_size
         shapes = {shard_id: (size, input_size) for shard_id, size in output_sizes.items()}
         self.weight = make_parameter((num_rows, input_size), shapes, self.load_shard)
         self.bias: nn.Parameter | None = None
@@ -90,9 +121,8 @@ class ColumnParallelLinear(nn.Module):
 
         loaded: float [output_size, input_size] or [output_size] the checkpoint's tensor
         """
-        start, size = self.parts[shard_id]
-        shard = loaded.narrow(0, distributed.tp_rank() * size, size)
-        param.data.narrow(0, start, size).copy_(shard)
+        start, size, source = self.parts[shard_id]
+        param.data.narrow(0, start, size).copy_(loaded.narrow(0, source, size))
 
     def forward(self, x: NormInput) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Norm and project.
@@ -123,15 +153,31 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
 
 
 class QKVParallelLinear(ColumnParallelLinear):
-    """Parts "q", "k", "v" packed in one weight; every rank gets whole heads of each."""
+    """Parts "q", "k", "v" packed in one weight; every rank gets whole heads of each.
+
+    With fewer KV heads than ranks a head lives on several, next to the query heads that read it:
+    8 query heads, 2 KV heads, 4 ranks
+
+        rank              0       1       2       3
+        query heads     0 1     2 3     4 5     6 7
+        KV head           0       0       1       1
+    """
 
     def __init__(
         self, hidden_size: int, head_dim: int, num_heads: int, num_kv_heads: int, bias: bool = False
     ) -> None:
         self.num_heads = shard_size("num_attention_heads", num_heads)
-        self.num_kv_heads = shard_size("num_key_value_heads", num_kv_heads)
-        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
-        super().__init__(hidden_size, {"q": q_size, "k": kv_size, "v": kv_size}, bias)
+        tp_size = distributed.tp_size()
+        replicas = num_kv_replicas(num_kv_heads, tp_size)
+        if replicas is None:
+            raise ValueError(
+                f"tensor_parallel_size: got {tp_size}, needs a divisor or a multiple of "
+                f"num_key_value_heads = {num_kv_heads}, try 1"
+            )
+        self.num_kv_heads = num_kv_heads * replicas // tp_size
+        sizes: dict[ShardId, int] = {"q": num_heads * head_dim}
+        sizes["k"] = sizes["v"] = num_kv_heads * head_dim
+        super().__init__(hidden_size, sizes, bias, replicas={"k": replicas, "v": replicas})
 
 
 class RowParallelLinear(nn.Module):

@@ -56,6 +56,24 @@ def prompt_logprobs(
     return _concatenate(parts) if parts else None
 
 
+def prompt_logprobs_of_pieces(
+    hidden_states: torch.Tensor,
+    compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
+    next_token_ids: torch.Tensor,
+    lens: list[int],
+    nums_logprobs: list[int],
+) -> list[Logprobs]:
+    """`prompt_logprobs` of the pieces, back to back, of so many tokens each, whose number is not
+    negative; none on the ranks where it gives None."""
+    found = []
+    pieces = zip(hidden_states.split(lens), next_token_ids.split(lens), nums_logprobs, strict=True)
+    for states, ids, num in pieces:
+        part = None if num < 0 else prompt_logprobs(states, compute_logits, ids, num)
+        if part is not None:
+            found.append(part)
+    return found
+
+
 def _gather(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
     logprobs = logits.float().log_softmax(1)
     ids = token_ids.long()[:, None]

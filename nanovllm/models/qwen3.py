@@ -13,9 +13,19 @@ from nanovllm.kernels.norm_linear import NormInput, normalize
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    num_kv_replicas,
+)
 from nanovllm.layers.rotary_embedding import RotaryEmbedding, rope_theta
 from nanovllm.utils.context import get_context
+
+MAX_RANKS = 8  # as many as Config allows; looked at when those that work are listed
+
+MAX_HEAD_DIM = 512  # twice the largest published; the table of rotations has as many columns
+_DTYPES = ("None", "auto", "float64", "float32", "float16", "bfloat16")
 
 
 def head_dim_of(hf_config: Any) -> int:
@@ -177,8 +187,15 @@ def _check_fields(hf_config: Any) -> None:
     for field in ("attention_bias", "tie_word_embeddings"):
         _check_field(hf_config, field, "true or false", lambda x: type(x) is bool)
     _check_field(
-        hf_config, "rms_norm_eps", "a small positive number", lambda x: type(x) is float and x > 0
+        hf_config,
+        "rms_norm_eps",
+        "a small positive number",
+        lambda x: type(x) is float and 0 < x < 1,
     )
+    for field in ("sliding_window", "max_window_layers"):
+        _check_field(hf_config, field, "an integer or null", lambda x: x is None or type(x) is int)
+    _check_field(hf_config, "hidden_act", "'silu'", lambda x: x == "silu")
+    _check_field(hf_config, "layer_types", "a list of names or null", _is_names_or_none)
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if heads % kv_heads:
         raise ValueError(
@@ -186,9 +203,9 @@ def _check_fields(hf_config: Any) -> None:
             f"{heads}, try the published config.json"
         )
     head_dim = head_dim_of(hf_config)
-    if type(head_dim) is not int or head_dim <= 0 or head_dim % 2:
+    if type(head_dim) is not int or not 0 < head_dim <= MAX_HEAD_DIM or head_dim % 2:
         raise ValueError(
-            f"head_dim: got {head_dim!r}, needs a positive even integer, "
+            f"head_dim: got {head_dim!r:.80}, needs a positive even integer up to {MAX_HEAD_DIM}, "
             "try the published config.json"
         )
 
@@ -196,7 +213,13 @@ def _check_fields(hf_config: Any) -> None:
 def _check_field(hf_config: Any, field: str, need: str, is_valid: Any) -> None:
     value = getattr(hf_config, field, None)
     if not is_valid(value):
-        raise ValueError(f"{field}: got {value!r}, needs {need}, try the published config.json")
+        raise ValueError(f"{field}: got {value!r:.80}, needs {need}, try the published config.json")
+
+
+def _is_names_or_none(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    )
 
 
 def _check_unimplemented(hf_config: Any, max_model_len: int) -> None:
@@ -210,11 +233,12 @@ def _check_unimplemented(hf_config: Any, max_model_len: int) -> None:
             f"quantization_config: got {method or 'a quantized checkpoint'}, needs unquantized "
             "weights, try the float16 or bfloat16 checkpoint of this model"
         )
-    rope_theta(hf_config)
-    if hf_config.hidden_act != "silu":
+    dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+    if str(dtype).removeprefix("torch.") not in _DTYPES:
         raise ValueError(
-            f"hidden_act: got {hf_config.hidden_act!r}, needs 'silu', try another checkpoint"
+            f"dtype: got {dtype!r:.80}, needs one of {', '.join(_DTYPES)}, try removing it"
         )
+    rope_theta(hf_config)
     layer_types = getattr(hf_config, "layer_types", None)
     unknown = set(layer_types or []) - {"full_attention", "sliding_attention"}
     if unknown:
@@ -226,7 +250,7 @@ def _check_unimplemented(hf_config: Any, max_model_len: int) -> None:
         is_sliding = "sliding_attention" in layer_types
     else:
         is_sliding = bool(getattr(hf_config, "use_sliding_window", False)) and (
-            getattr(hf_config, "max_window_layers", 0) < hf_config.num_hidden_layers
+            (getattr(hf_config, "max_window_layers", None) or 0) < hf_config.num_hidden_layers
         )
     if is_sliding and window is not None and window < max_model_len:
         raise ValueError(
@@ -236,12 +260,24 @@ def _check_unimplemented(hf_config: Any, max_model_len: int) -> None:
 
 
 def _check_sharding(hf_config: Any, tp_size: int) -> None:
-    """Every rank needs whole heads and equal shares."""
-    fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    sizes = [getattr(hf_config, field) for field in fields]
-    if any(size % tp_size for size in sizes):
-        fitting = [n for n in range(1, 9) if not any(size % n for size in sizes)]
-        have = ", ".join(f"{field} = {size}" for field, size in zip(fields, sizes, strict=True))
+    """Every rank needs whole heads and equal shares; a KV head may be on several ranks."""
+    needs = _sharding_needs(hf_config, tp_size)
+    if needs:
+        fitting = [n for n in range(1, MAX_RANKS + 1) if not _sharding_needs(hf_config, n)]
         raise ValueError(
-            f"tensor_parallel_size: got {tp_size}, needs a divisor of {have}, try one of {fitting}"
+            f"tensor_parallel_size: got {tp_size}, needs {' and '.join(needs)}, "
+            f"try one of {fitting}"
         )
+
+
+def _sharding_needs(hf_config: Any, tp_size: int) -> list[str]:
+    """What this number of ranks fails; nothing if it works."""
+    needs = []
+    for field in ("num_attention_heads", "intermediate_size"):
+        size = getattr(hf_config, field)
+        if size % tp_size:
+            needs.append(f"a divisor of {field} = {size}")
+    num_kv_heads = hf_config.num_key_value_heads
+    if num_kv_replicas(num_kv_heads, tp_size) is None:
+        needs.append(f"a divisor or a multiple of num_key_value_heads = {num_kv_heads}")
+    return needs

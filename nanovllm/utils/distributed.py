@@ -4,6 +4,8 @@ Owns this process's rank, the number of ranks and the process group between them
 about what is sent. With one rank there is no group and no port, and every function is the identity.
 """
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +24,18 @@ _ALONE = _Group()
 _group = _ALONE
 
 
-def init(rank: int, size: int, init_method: str, backend: str, device: torch.device) -> None:
-    """Join the group of `size` ranks as `rank`; one rank needs none and joins none."""
+def init(
+    rank: int,
+    size: int,
+    init_method: str,
+    backend: str,
+    device: torch.device,
+    is_hopeless: Callable[[], bool] = lambda: False,
+) -> None:
+    """Join the group of `size` ranks as `rank`; one rank needs none and joins none.
+
+    is_hopeless: looked at while the others have not come; True raises ConnectionError.
+    """
     global _group
     if _group is not _ALONE:
         raise RuntimeError(
@@ -36,9 +48,25 @@ def init(rank: int, size: int, init_method: str, backend: str, device: torch.dev
         return
     # Naming the device lets NCCL connect now, so a broken link shows here and not in a step.
     device_id = device if device.type == "cuda" else None
-    dist.init_process_group(
-        backend, init_method=init_method, world_size=size, rank=rank, device_id=device_id
-    )
+    # Nothing gets a thread out of that call, so it is one that may be left behind.
+    failures: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            dist.init_process_group(
+                backend, init_method=init_method, world_size=size, rank=rank, device_id=device_id
+            )
+        except BaseException as error:
+            failures.append(error)
+
+    joining = threading.Thread(target=join, daemon=True, name="rendezvous")
+    joining.start()
+    while joining.is_alive():
+        joining.join(0.02)
+        if joining.is_alive() and is_hopeless():
+            raise ConnectionError(f"rank {rank} of {size} waits for ranks that will not come")
+    if failures:
+        raise failures[0]
     _group = _Group(rank, size, device)
 
 

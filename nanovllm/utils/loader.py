@@ -5,8 +5,10 @@ parameters. Knows no model and no sharding: a parameter's `checkpoint_shapes` sa
 is made of, its `weight_loader` takes them, and the model's `packed_modules_mapping` names them.
 """
 
+import hashlib
 import json
 import logging
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -124,7 +126,7 @@ def _weight_files(path: Path) -> list[Path]:
         raise ModelLoadError(f"model: got {str(path)!r}, needs a directory, try the right path")
     if (path / INDEX_NAME).is_file():
         return _indexed_files(path)
-    files = sorted(path.glob("*.safetensors"))
+    files = sorted(filter(os.path.isfile, path.glob("*.safetensors")))
     if not files:
         others = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".gguf", ".pt"))
         raise ModelLoadError(
@@ -143,7 +145,7 @@ def _indexed_files(path: Path) -> list[Path]:
     index_file = path / INDEX_NAME
     try:
         names = sorted(set(json.loads(index_file.read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # json also raises RecursionError
         raise ModelLoadError(
             f"{index_file}: got no weight_map of tensor names to files ({error!r}), needs one, "
             "try downloading the file again"
@@ -154,7 +156,7 @@ def _indexed_files(path: Path) -> list[Path]:
                 f"{index_file}: got the file {name!r}, needs plain names of files in this folder, "
                 "try the original index"
             )
-        if not (path / name).is_file():
+        if not os.path.isfile(path / name):  # no error for a name that is too long
             raise ModelLoadError(
                 f"{index_file}: got {name!r} in its list but not in the folder, needs all "
                 f"{len(names)} files, try downloading the checkpoint again"
@@ -270,3 +272,10 @@ def _some(names: list[str]) -> str:
     """The first few names, and how many there are."""
     more = f", ... ({len(names)} in all)" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """What ranks compare to see that they read the same files: names and sizes of all of them."""
+    files = sorted(f for f in checkpoint.iterdir() if f.suffix in (".json", ".safetensors"))
+    listed = "\n".join(f"{f.name} {f.stat().st_size}" for f in files)
+    return hashlib.sha256(listed.encode()).hexdigest()[:16]

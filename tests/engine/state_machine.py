@@ -20,7 +20,12 @@ launches. `depth` is how many steps may be launched and not read back between tw
 So where update 1 ends a request, step 2 holds a surplus row: it writes into a block that has been
 freed, and that step 3 may have handed to another request, which must write there later.
 
-One operation is one call into the scheduler (add, schedule, update, abort or reset). After each,
+Some requests have followers, other samples of their prompt, which the queue gets with the first
+token of the one they wait for: behind what holds blocks, ahead of all else. Some have stop token
+ids, some are ended by their text after an update, as by a stop string, and some ask for more than a
+temperature, so that batches name their rows.
+
+One operation is one call into the scheduler (add, schedule, update, end, abort, reset). After each,
 these hold, and a Violation says which did not:
 
  1. free and held blocks partition the pool           8. token and sequence budgets hold
@@ -31,9 +36,11 @@ these hold, and a Violation says which did not:
  6. no slot is written twice in a step               13. the device's lengths and block tables are
  7. a shared or published block is not written           the scheduler's, of every admitted request
 
-and, beyond those: requests are served first come first served, end for the right reason with the
-tokens that were sampled (10), nothing that a step with bad logits computed stays cached (3), and
-there is always a step to launch unless all blocks are taken or all ends are in flight (11).
+and, beyond those: requests are served first come first served, followers with the one they wait
+for, end for the right reason with the tokens that were sampled (10), nothing that a step with bad
+logits computed stays cached (3), there is always a step to launch unless all blocks are taken or
+all ends are in flight (11), and a batch's special rows are those that ask, with all their tokens in
+a prefill (14).
 """
 
 import operator
@@ -44,18 +51,22 @@ from typing import NoReturn
 import numpy as np
 
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import ScheduledBatch, Sequence, SequenceStatus
+from nanovllm.engine.sequence import RowAsk, ScheduledBatch, Sequence, SequenceStatus, SpecialRow
 from nanovllm.sampling_params import SamplingParams
 
 NUM_TOKENS = 5  # ids in use; few, so that prefixes and single blocks often repeat
 EOS_TOKEN_IDS = (0, 4)
 DEPTHS = (0, 1, 2)  # LLMEngine's are 0 and 1
-MAX_REQUESTS = 64  # added in one scenario
+STOP_IDS = ((2,), (1, 4))  # of the requests that have any; 4 is an EOS as well
+MAX_REQUESTS = 64  # added in one scenario, followers included
 GARBAGE = -1  # the prefix of what nobody may read
 PARAMS = {
-    (max_tokens, ignore_eos): SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
+    (max_tokens, ignore_eos, stop_ids): SamplingParams(
+        max_tokens=max_tokens, ignore_eos=ignore_eos, stop_token_ids=stop_ids
+    )
     for max_tokens in [*range(1, 25), None]
     for ignore_eos in (False, True)
+    for stop_ids in (None, *STOP_IDS)
 }
 
 
@@ -66,15 +77,29 @@ class Violation(AssertionError):
 class Request:
     """One request as it is once all launched steps have run; the scheduler learns of it later."""
 
-    __slots__ = ("blocks", "ignore_eos", "num_unread", "prefix", "reason", "stop_len", "tokens")
+    __slots__ = (
+        "blocks",
+        "followers",
+        "ignore_eos",
+        "num_read",
+        "num_unread",
+        "prefix",
+        "reason",
+        "stop_ids",
+        "stop_len",
+        "tokens",
+    )
 
     def __init__(self, params: SamplingParams, num_prompt_tokens: int, max_len: int):
         self.tokens: list[int] = []  # the prompt and what was sampled since
         self.prefix = 0  # id of all of it
         self.blocks: list[list[int]] = []  # ids of every prefix of it, cut into blocks
         self.num_unread = 0  # tokens sampled for it by steps in flight, surplus ones included
+        self.num_read = num_prompt_tokens  # of its tokens, those that the scheduler knows
         self.reason: str | None = None  # why it ended; what is sampled after that is surplus
+        self.followers: dict[Sequence, Request] = {}  # not in the queue yet
         self.ignore_eos = params.ignore_eos
+        self.stop_ids = params.stop_token_ids or ()
         limit = params.max_tokens
         self.stop_len = max_len if limit is None else min(max_len, num_prompt_tokens + limit)
 
@@ -82,7 +107,7 @@ class Request:
         """Why the request ends once token has been appended; None: it goes on."""
         if token < 0:
             return "error"
-        if token in EOS_TOKEN_IDS and not self.ignore_eos:
+        if token in self.stop_ids or (token in EOS_TOKEN_IDS and not self.ignore_eos):
             return "stop"
         return "length" if len(self.tokens) == self.stop_len else None
 
@@ -134,7 +159,7 @@ class Scenario:
         self.silent_steps = 0
         self.num_ops = 0
         self.counts: Counter[str] = Counter()
-        self.live: dict[Sequence, Request] = {}  # in order of submission
+        self.live: dict[Sequence, Request] = {}  # running and waiting, in their order
         self.num_added = 0
         self.keys = [0]  # prefix id -> parent id * NUM_TOKENS + last token
         self.ids: dict[int, int] = {}  # and back
@@ -161,8 +186,9 @@ class Scenario:
                 self.abort()
             else:
                 self.step(is_interrupted=x > 1 - p_reset)
-        num_tokens_left = sum(req.stop_len - len(req.tokens) for req in self.live.values())
-        num_tokens_left += len(self.live) * (self.depth + 1)  # surplus, and rows at their end
+        reqs = [r for req in self.live.values() for r in (req, *req.followers.values())]
+        num_tokens_left = sum(req.stop_len - len(req.tokens) for req in reqs)
+        num_tokens_left += len(reqs) * (self.depth + 1)  # surplus, and rows at their end
         bound = 2 * num_tokens_left * self.max_silent_steps  # between two waits there is a launch
         for _ in range(bound):
             if not self.live:
@@ -186,22 +212,52 @@ class Scenario:
         prompt = r.choice(self.stems)[:num_shared]
         prompt += r.choices(range(NUM_TOKENS), k=n - num_shared)
         max_tokens = r.randint(1, self.max_tokens) if r.random() < 0.95 else None
-        params = PARAMS[max_tokens, r.random() < 0.5]
-        seq = Sequence(prompt, params, self.max_len)
-        req = self.live[seq] = Request(params, n, self.max_len)
-        for token in prompt:
-            self._append(req, token)
-        self.num_added += 1
+        stop_ids = r.choice(STOP_IDS) if r.random() < 0.1 else None
+        params = PARAMS[max_tokens, r.random() < 0.5, stop_ids]
+        is_special = r.random() < 0.15
+        seq, req = self._make(prompt, params, is_special)
+        self.live[seq] = req
+        if r.random() < 0.04:
+            made = [self._make(prompt, params, is_special) for _ in range(r.randint(1, 3))]
+            req.followers = dict(made)
+            seq.followers = list(req.followers)
         self.scheduler.add(seq)
         self._check("adds")
 
+    def _make(
+        self, prompt: list[int], params: SamplingParams, is_special: bool
+    ) -> tuple[Sequence, Request]:
+        seq = Sequence(prompt, params, self.max_len)
+        if is_special:
+            seq.ask = RowAsk(seq.seq_id, params, len(prompt), 0, (), (), None)
+        req = Request(params, len(prompt), self.max_len)
+        for token in prompt:
+            self._append(req, token)
+        self.num_added += 1
+        return seq, req
+
     def abort(self) -> None:
-        seqs = self.random.sample(list(self.live), self.random.randint(0, min(3, len(self.live))))
-        self.scheduler.abort(seqs)
+        r = self.random
+        seqs = r.sample(list(self.live), r.randint(0, min(3, len(self.live))))
+        unqueued = [f for seq in seqs for f in self.live[seq].followers]
+        # The engine names them all; the one they wait for is enough.
+        self.scheduler.abort(seqs + unqueued if r.random() < 0.5 else seqs)
+        self.counts["aborts of followers"] += len(unqueued)
         for seq in seqs:
             self.counts["aborts in flight"] += self.live.pop(seq).num_unread > 0
         self.silent_steps = 0
         self._check("aborts")
+
+    def end(self, seq: Sequence) -> None:
+        """What its newest token did to its text was not known to the scheduler."""
+        req = self.live.pop(seq)
+        self.scheduler.end(seq, "stop")
+        if seq.status is not SequenceStatus.FINISHED or seq.finish_reason != "stop":
+            self._fail(10, f"{seq.status}, {seq.finish_reason} after end()")
+        if seq.token_ids.tolist() != req.tokens[: req.num_read]:
+            self._fail(10, f"other tokens than read: {seq.token_ids}, not {req.tokens}")
+        self.counts["ends in flight"] += req.num_unread > 0
+        self._check("ends")
 
     def step(self, is_interrupted: bool = False) -> None:
         """LLMEngine._step; or, interrupted, what an exception leads to."""
@@ -236,19 +292,52 @@ class Scenario:
         finished = self.scheduler.update(step.batch, np.array(step.tokens, np.int64))
         if finished != ended:
             self._fail(10, "the wrong requests finished")
+        leaders = []
         for seq in step.sampled:
-            if seq in self.live:
-                self.live[seq].num_unread -= 1
+            req = self.live.get(seq)
+            if req is not None:
+                req.num_unread -= 1
+                req.num_read += 1
+                if req.followers:
+                    leaders.append(seq)
+        followers = [self._take_followers(seq) for seq in leaders]
         for seq in ended:
             req = self.live.pop(seq)
             if seq.status is not SequenceStatus.FINISHED or seq.finish_reason != req.reason:
                 self._fail(10, f"{seq.status}, {seq.finish_reason}, not {req.reason}")
             if seq.token_ids.tolist() != req.tokens:
                 self._fail(10, f"other tokens than sampled: {seq.token_ids}")
+            stop = req.tokens[-1] if req.reason == "stop" else None
+            if seq.stop_reason != (stop if stop in req.stop_ids else None):
+                self._fail(10, f"stop reason {seq.stop_reason} of {req.tokens}")
+            self.counts["stop ids"] += seq.stop_reason is not None
             self.counts[req.reason] += 1
         if failed_blocks:
             self._poison(failed_blocks)
+        if followers:
+            self._queue_followers(followers)
         self._check("updates")
+        if self.random.random() < 0.02:
+            candidates = [seq for seq in step.sampled if seq in self.live]
+            if candidates:
+                self.end(self.random.choice(candidates))
+
+    def _take_followers(self, leader: Sequence) -> dict[Sequence, Request]:
+        """What waited for the prompt of this one, which a step that was just read has computed."""
+        req = self.live[leader]
+        followers, req.followers = req.followers, {}
+        self.counts["followers"] += len(followers)
+        return followers
+
+    def _queue_followers(self, groups: list[dict[Sequence, Request]]) -> None:
+        """Behind the admitted; which of the groups of one step goes first is left open."""
+        places = {seq: i for i, seq in enumerate(self.scheduler.waiting)}
+        groups.sort(key=lambda group: places.get(next(iter(group)), 0))
+        old, self.live = self.live, {}
+        self.live.update((seq, req) for seq, req in old.items() if seq.row is not None)
+        for group in groups:
+            self.live.update(group)
+        self.live.update((seq, req) for seq, req in old.items() if seq.row is None)
 
     def _append(self, req: Request, token: int) -> None:
         prefix = self._prefix(req.prefix, token)
@@ -285,9 +374,16 @@ class Scenario:
             self._prefill(step, rows, seqs, counts)
         else:
             self._decode(step, rows, seqs, counts)
+        special = iter(batch.special)
+        place = 0
         for row, seq, samples in zip(rows, seqs, is_sampled, strict=True):
             if samples:
+                if seq.ask is not None:
+                    self._check_special(next(special, None), place, row, seq, batch.is_prefill)
                 self._sample(step, self.rows[row], seq)
+                place += 1
+        if batch.is_redrawn != bool(batch.special) or next(special, None) is not None:
+            self._fail(14, f"special rows {batch.special}, redrawn: {batch.is_redrawn}")
         self._check_writes(step)
         self._count_step(step)
         self.queue.append(step)
@@ -409,6 +505,21 @@ class Scenario:
         held = seq.block_table.tolist()
         if device.table[: len(held)] != held:
             self._fail(13, f"the device has {device.table}, the scheduler {held}")
+
+    def _check_special(
+        self, special: SpecialRow | None, place: int, row: int, seq: Sequence, is_prefill: bool
+    ) -> None:
+        num_tokens = self.rows[row].num_tokens
+        token_ids = None if special is None else special.token_ids
+        if (
+            special is None
+            or (special.place, special.row, special.num_tokens) != (place, row, num_tokens)
+            or special.ask is not seq.ask
+            or is_prefill != (token_ids is not None)
+            or (token_ids is not None and token_ids.tolist() != self.live[seq].tokens)
+        ):
+            self._fail(14, f"special row {special} at {place}, row {row} of {num_tokens} tokens")
+        self.counts["special rows"] += 1
 
     def _check_wait(self) -> None:
         """There was no work, though requests are left."""

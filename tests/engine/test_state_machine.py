@@ -15,6 +15,7 @@ from nanovllm.engine import input_batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import SequenceStatus
 
 NUM_SHARDS = 8
 
@@ -36,10 +37,14 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
             assert counts[f"operations at depth {depth}"] >= num_ops // 4, depth
         for event in ("chunks", "hit tokens", "length", "stop", "surplus", "waits"):
             assert counts[event] >= num_ops // 200, event
+        assert counts["special rows"] >= num_ops // 50
         for event in ("aborts", "error", "preemptions", "resets", "rows left to gather"):
+            assert counts[event] >= num_ops // 1000, event
+        for event in ("ends", "ends in flight", "followers", "stop ids"):
             assert counts[event] >= num_ops // 1000, event
         for event in ("aborts in flight", "resets in flight", "writes to another's block"):
             assert counts[event] >= num_ops // 4000, event
+        assert counts["aborts of followers"] >= num_ops // 20_000
 
 
 class ScenarioWithDecodeState(Scenario):
@@ -223,9 +228,9 @@ class SkipsAheadInChunks(Scheduler):
 
 
 class SamplesEveryChunk(Scheduler):
-    def _build_prefill(self, *args):
-        batch = super()._build_prefill(*args)
-        return replace(batch, is_sampled=np.ones(batch.num_seqs, np.bool_))
+    def schedule(self):
+        batch = super().schedule()
+        return batch and replace(batch, is_sampled=np.ones(batch.num_seqs, np.bool_))
 
 
 class PublishesBeforeTheBlockIsFull(Scheduler):
@@ -349,15 +354,17 @@ class NotesNewBlocks(Scheduler):
             self.new_blocks.pop(seq.row, None)
         return is_admitted
 
-    def _build_decode(self, rows, starts, new_blocks):
-        noted = [self.new_blocks.pop(row, -1) for row in rows.tolist()]
-        return super()._build_decode(rows, starts, np.array(noted, np.int32))
+    def _schedule_decode(self):
+        batch = super()._schedule_decode()
+        return batch and replace(batch, new_blocks=self._take_new_blocks(batch.rows.tolist()))
+
+    def _take_new_blocks(self, rows):
+        return np.array([self.new_blocks.pop(row, -1) for row in rows], np.int32)
 
 
 class RepeatsNewBlocks(NotesNewBlocks):
-    def _build_decode(self, rows, starts, new_blocks):
-        noted = [self.new_blocks.get(row, -1) for row in rows.tolist()]
-        return Scheduler._build_decode(self, rows, starts, np.array(noted, np.int32))
+    def _take_new_blocks(self, rows):
+        return np.array([self.new_blocks.get(row, -1) for row in rows], np.int32)
 
 
 class LeavesNewBlocksToTheNextOwner(NotesNewBlocks):
@@ -371,6 +378,130 @@ class LosesNewBlocksOfACallThatGaveUp(NotesNewBlocks):
     def _schedule_decode(self):
         self.new_blocks.clear()
         return super()._schedule_decode()
+
+
+# -- with followers, ends by text and special rows -------------------------------------------------
+
+
+def queue_followers(scheduler, seq):
+    scheduler.waiting.extendleft(reversed(seq.followers))
+    seq.followers = []
+
+
+class QueuesFollowersBeforeThePromptIsComputed(Scheduler):
+    """They find nothing in the cache, and the prompt is computed for each."""
+
+    def schedule(self):
+        batch = super().schedule()
+        if batch is not None and batch.is_prefill:
+            for row in batch.rows[batch.is_sampled].tolist():
+                queue_followers(self, self.table.sequences[row])
+        return batch
+
+
+class QueuesFollowersAtTheEndOnly(Scheduler):
+    def _release_followers(self, rows):
+        pass
+
+    def _finish(self, seq, reason):
+        queue_followers(self, seq)
+        return super()._finish(seq, reason)
+
+
+class QueuesFollowersTwice(Scheduler):
+    """With the first token, and once more after a preemption, which computes the prompt again."""
+
+    def _release_followers(self, rows):
+        seqs = [self.table.sequences[row] for row in rows.tolist()]
+        followers = [seq.followers for seq in seqs]
+        super()._release_followers(rows)
+        for seq, kept in zip(seqs, followers, strict=True):
+            seq.followers = kept
+
+
+class ForgetsFollowersOfOneToken(Scheduler):
+    """The one they wait for may end with the token that would have queued them."""
+
+    def _release_followers(self, rows):
+        goes_on = self.table.num_tokens[rows] < self.table.stop_len[rows]
+        super()._release_followers(rows[goes_on])
+
+
+class QueuesFollowersOfTheAborted(Scheduler):
+    def abort(self, seqs):
+        super().abort(seqs)
+        for seq in seqs:
+            queue_followers(self, seq)
+
+
+class QueuesFollowersBeforeAChunk(Scheduler):
+    """The chunk holds blocks and must be at the head to go on."""
+
+    def _has_chunk_waiting(self):
+        return False
+
+
+class QueuesFollowersLast(Scheduler):
+    def _release_followers(self, rows):
+        for row in rows.tolist():
+            seq = self.table.sequences[row]
+            self.waiting.extend(seq.followers)
+            seq.followers = []
+
+
+class EndsWithoutFreeing(Scheduler):
+    def end(self, seq, reason):
+        self._running = self._running[self._running != seq.row]
+        seq.status, seq.finish_reason = SequenceStatus.FINISHED, reason
+
+
+class EndsInTheQueueOnly(Scheduler):
+    """The decode step goes on with a row that was given back."""
+
+    def end(self, seq, reason):
+        self._finish(seq, reason)
+
+
+class IgnoresStopIdsBesideAnEos(Scheduler):
+    def update(self, batch, token_ids):
+        has_stop_ids = self.table.has_stop_ids.copy()
+        self.table.has_stop_ids &= self.table.ignore_eos
+        finished = super().update(batch, token_ids)
+        self.table.has_stop_ids = has_stop_ids
+        return finished
+
+
+class ChangesSpecialRows(Scheduler):
+    def schedule(self):
+        batch = super().schedule()
+        if batch is None:
+            return None
+        changed = tuple(self._change(*pair, batch) for pair in enumerate(batch.special))
+        return replace(batch, special=changed)
+
+
+class CountsSpecialRowsAlone(ChangesSpecialRows):
+    """Their place is that among all sampled rows."""
+
+    def _change(self, i, special, batch):
+        return special._replace(place=i)
+
+
+class SendsThePromptAlone(ChangesSpecialRows):
+    """After a preemption the output's tokens are news to the device as well."""
+
+    def _change(self, i, special, batch):
+        if not batch.is_prefill:
+            return special
+        token_ids = special.token_ids[: special.ask.num_prompt_tokens]
+        return special._replace(token_ids=token_ids)
+
+
+class CountsReadTokensOnly(ChangesSpecialRows):
+    """A token in flight has its position already."""
+
+    def _change(self, i, special, batch):
+        return special._replace(num_tokens=int(self.table.num_tokens[special.row]))
 
 
 def test_driver_accepts_another_way_to_remember_new_blocks() -> None:
@@ -413,6 +544,19 @@ BROKEN_SCHEDULERS = [
     RepeatsNewBlocks,
     LeavesNewBlocksToTheNextOwner,
     LosesNewBlocksOfACallThatGaveUp,
+    QueuesFollowersBeforeThePromptIsComputed,
+    QueuesFollowersAtTheEndOnly,
+    QueuesFollowersTwice,
+    ForgetsFollowersOfOneToken,
+    QueuesFollowersOfTheAborted,
+    QueuesFollowersBeforeAChunk,
+    QueuesFollowersLast,
+    EndsWithoutFreeing,
+    EndsInTheQueueOnly,
+    IgnoresStopIdsBesideAnEos,
+    CountsSpecialRowsAlone,
+    SendsThePromptAlone,
+    CountsReadTokensOnly,
 ]
 
 

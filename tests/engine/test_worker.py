@@ -7,7 +7,7 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import kv_cache
-from nanovllm.engine.worker import decode, encode
+from nanovllm.engine.channel import decode, encode
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

@@ -118,6 +118,39 @@ def test_two_ranks(tmp_path):
     mp.spawn(check_all, (2, f"file://{tmp_path}/rendezvous"), nprocs=2)
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
+def test_every_query_head_finds_its_kv_head_on_its_rank(num_kv_heads, tp_size, bias, monkeypatch):
+    """Attention reads local KV head i // local group for local query head i; on any number of
+    ranks this has to be the head that one rank reads, and no rank holds a head it does not need."""
+    num_heads = 8
+    counts = {"q": num_heads, "k": num_kv_heads, "v": num_kv_heads}
+    full = {part: torch.randn(n, HEAD_DIM, HIDDEN) for part, n in counts.items()}
+    full_bias = {part: torch.randn(n, HEAD_DIM) for part, n in counts.items()}
+    for rank in range(tp_size):
+        monkeypatch.setattr(distributed, "_group", distributed._Group(rank, tp_size))
+        layer = QKVParallelLinear(HIDDEN, HEAD_DIM, num_heads, num_kv_heads, bias)
+        local, local_kv = layer.num_heads, layer.num_kv_heads
+        assert (local, local_kv) == (num_heads // tp_size, max(num_kv_heads // tp_size, 1))
+        params = [(layer.weight, full)] + [(layer.bias, full_bias)] * bias
+        for param, tensors in params:
+            param.data.fill_(float("nan"))
+            for part, tensor in tensors.items():
+                flat = tensor.flatten(0, 1)
+                assert param.checkpoint_shapes[part] == flat.shape  # the loader compares them
+                load(param, flat, part)
+            held = param.data.unflatten(0, (-1, HEAD_DIM))
+            assert len(held) == local + 2 * local_kv
+            q, k, v = held.split([local, local_kv, local_kv])
+            for i in range(local):
+                head = rank * local + i
+                kv_head = head // (num_heads // num_kv_heads)
+                assert torch.equal(q[i], tensors["q"][head])
+                assert torch.equal(k[i // (local // local_kv)], tensors["k"][kv_head])
+                assert torch.equal(v[i // (local // local_kv)], tensors["v"][kv_head])
+
+
 def test_padding_of_the_vocabulary_has_no_logits(monkeypatch):
     """37 tokens on 2 ranks are 19 and 18: the row without a token must not be seen by a sampler."""
     parts = []
@@ -152,5 +185,8 @@ def test_size_that_does_not_divide_is_refused_with_the_numbers(monkeypatch):
     monkeypatch.setattr(distributed, "_group", distributed._Group(0, 4))
     with pytest.raises(ValueError, match="tensor_parallel_size: got 4.*heads = 6"):
         shard_size("heads", 6)
-    with pytest.raises(ValueError, match="num_key_value_heads = 2"):
-        QKVParallelLinear(HIDDEN, HEAD_DIM, 8, KV_HEADS)
+    for num_heads, num_kv_heads in (12, 3), (12, 6):
+        with pytest.raises(ValueError, match=f"multiple of num_key_value_heads = {num_kv_heads}"):
+            QKVParallelLinear(HIDDEN, HEAD_DIM, num_heads, num_kv_heads)
+    with pytest.raises(ValueError, match="num_attention_heads = 6"):
+        QKVParallelLinear(HIDDEN, HEAD_DIM, 6, KV_HEADS)

@@ -1,16 +1,24 @@
-"""Qwen3 against transformers in fp32: whole prompts, chunks and decode through the paged cache."""
+"""Qwen3 against transformers in fp32: whole prompts, chunks and decode through the paged cache.
+
+And 2 and 4 ranks against one, with KV heads, vocabularies and biases that do not divide evenly.
+"""
 
 import copy
+import json
+import shutil
 
 import pytest
 import torch
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.attention import select_backend
 from nanovllm.layers.attention import Attention
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import distributed
 from nanovllm.utils.context import Context, use_context
-from nanovllm.utils.loader import load_model
+from nanovllm.utils.loader import ModelLoadError, load_model
 
 BLOCK = 8
 SHAPES = {
@@ -162,6 +170,96 @@ def test_warm_up_without_a_cache_stores_nothing(tiny_checkpoint):
     assert torch.equal(ours.step({0: (0, 9)}, use_cache=False), expected)
 
 
+# Fewer KV heads than ranks, as many, more; vocabularies that divide by neither 2 nor 4.
+SHARDED = {
+    "one_kv_head": {"heads": 4, "kv_heads": 1},
+    "one_kv_head_bias": {"heads": 8, "kv_heads": 1, "attention_bias": True, "tied": False},
+    "two_kv_heads": {"heads": 8, "kv_heads": 2, "vocab": 1001, "attention_bias": True},
+    "odd_sizes": {"heads": 12, "kv_heads": 2, "head_dim": 20, "hidden": 44, "tied": False},
+    "a_kv_head_each": {"heads": 4, "kv_heads": 4, "vocab": 1001, "tied": False},
+    "tiny_vocab": {"heads": 4, "kv_heads": 2, "vocab": 37},
+    "tiny_vocab_untied": {"heads": 4, "kv_heads": 1, "vocab": 37, "tied": False},
+}
+
+
+@pytest.fixture
+def sharded_checkpoints(tiny_checkpoint, tmp_path):
+    """{name of the shape: folder}; vocabularies too small for the usual special tokens are cut."""
+    folders = {}
+    for name, shape in SHARDED.items():
+        vocab = shape.get("vocab", 301)
+        source = tiny_checkpoint(**{**shape, "vocab": max(vocab, 259)})
+        folders[name] = folder = tmp_path / name
+        shutil.copytree(source, folder)
+        fields = json.loads((folder / "config.json").read_text())
+        fields |= {"vocab_size": vocab} | dict.fromkeys(
+            f"{x}_token_id" for x in ("bos", "eos", "pad")
+        )
+        (folder / "config.json").write_text(json.dumps(fields))
+        weights = load_file(folder / "model.safetensors")
+        for tensor in weights.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
+            weights[tensor] = weights[tensor][:vocab].contiguous()
+        save_file(weights, folder / "model.safetensors")
+    return folders
+
+
+def logits_of_all_steps(folder):
+    """Prefill, a chunk that reads the cache, decode: [num_tokens, vocab], None but on rank 0."""
+    torch.manual_seed(0)
+    lengths = [1, BLOCK, BLOCK + 1, 2 * BLOCK + 5]
+    paged = PagedModel(folder, lengths)
+    starts = [max(n - 7, 1) for n in lengths]
+    ends = [max(n - 3, 1) for n in lengths]
+    steps = [paged.step({i: (0, start) for i, start in enumerate(starts)}, use_cache=False)]
+    steps.append(paged.step({i: (starts[i], ends[i]) for i in range(1, len(lengths))}))
+    for offset in range(3):
+        chunks = {i: (ends[i] + offset, ends[i] + offset + 1) for i in range(1, len(lengths))}
+        steps.append(paged.step(chunks, is_prefill=False))
+    return None if steps[0] is None else torch.cat(steps)
+
+
+def check_ranks(rank: int, folders: dict, rendezvous: str) -> None:
+    """One of four ranks, then, for the first two, one of two; rank 0 compares with one alone."""
+    torch.set_num_threads(1)
+    expected = {name: logits_of_all_steps(folder) for name, folder in folders.items() if rank == 0}
+    for size in (4, 2):
+        if rank >= size:
+            continue
+        init_method = f"file://{rendezvous}/{size}"
+        distributed.init(rank, size, init_method, "gloo", torch.device("cpu"))
+        for name, folder in folders.items():
+            logits = logits_of_all_steps(folder)
+            assert (logits is None) == (rank > 0)
+            if rank == 0:
+                theirs = expected[name]
+                assert theirs.shape[1] == SHARDED[name].get("vocab", 301)
+                gap = (logits.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+                assert gap <= 1e-4, f"{name} on {size} ranks: {gap}"
+                assert torch.equal(logits.argmax(-1), theirs.argmax(-1)), f"{name}, {size} ranks"
+        distributed.destroy()
+
+
+def test_two_and_four_ranks_equal_one(sharded_checkpoints, tmp_path):
+    """The caches start as NaN, so a head read where nothing was stored would show."""
+    mp.spawn(check_ranks, (sharded_checkpoints, str(tmp_path)), nprocs=4)
+
+
+@pytest.mark.parametrize("part", ["k_proj.weight", "v_proj.bias"])
+def test_loading_stays_strict_about_replicated_heads(part, tiny_checkpoint, tmp_path, monkeypatch):
+    """A head stored once for each rank, as some tools write them, is not the checkpoint's shape."""
+    source = tiny_checkpoint(heads=4, kv_heads=1, attention_bias=True)
+    shutil.copytree(source, tmp_path / "copy")
+    monkeypatch.setattr(distributed, "_group", distributed._Group(3, 4))
+    model = Qwen3ForCausalLM(AutoConfig.from_pretrained(source))
+    load_model(model, source, torch.device("cpu"))
+    weights = load_file(source / "model.safetensors")
+    name = f"model.layers.1.self_attn.{part}"
+    weights[name] = torch.cat([weights[name]] * 4)
+    save_file(weights, tmp_path / "copy" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=name.replace(".", "[.]")):
+        load_model(model, tmp_path / "copy", torch.device("cpu"))
+
+
 @pytest.fixture(scope="module")
 def config(tiny_checkpoint):
     return AutoConfig.from_pretrained(tiny_checkpoint(heads=8, kv_heads=4, max_position=1024))
@@ -238,10 +336,41 @@ def test_sliding_window_that_no_layer_uses_is_ignored(config):
     check(changed(config, **fields, max_window_layers=2))
 
 
-def test_head_counts_that_do_not_divide_are_refused_with_the_sizes_that_work(config):
-    for tp_size in (3, 5, 8):
-        with pytest.raises(ValueError, match=rf"got {tp_size}.*try one of \[1, 2, 4\]"):
+@pytest.mark.parametrize(
+    "fields, fitting, reasons",
+    [
+        # 8 query heads, 4 KV heads and intermediate size 96 unless the fields say otherwise.
+        ({}, [1, 2, 4, 8], {3: "heads = 8 and a divisor or a multiple of num_key_value_heads = 4"}),
+        ({"num_key_value_heads": 1}, [1, 2, 4, 8], {6: "divisor of num_attention_heads = 8, try"}),
+        (
+            {"intermediate_size": 90},
+            [1, 2],
+            {4: "got 4, needs a divisor of intermediate_size = 90"},
+        ),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            [1, 3, 6],
+            {
+                2: "got 2, needs a divisor or a multiple of num_key_value_heads = 3, try",
+                5: "num_attention_heads = 12 and a divisor of intermediate_size = 96 and a divisor",
+            },
+        ),
+        ({"num_attention_heads": 7, "num_key_value_heads": 7}, [1], {7: "intermediate_size = 96"}),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused_with_those_that_work(
+    fields, fitting, reasons, config
+):
+    config = changed(config, **fields)
+    for tp_size in range(1, 9):
+        if tp_size in fitting:
             check(config, tp_size)
+            continue
+        with pytest.raises(ValueError, match=f"^tensor_parallel_size: got {tp_size}, ") as refusal:
+            check(config, tp_size)
+        assert str(refusal.value).endswith(f"try one of {fitting}")
+        assert reasons.pop(tp_size, "needs") in str(refusal.value)
+    assert not reasons
 
 
 def test_head_dim_missing_from_the_config_is_derived(config):
