@@ -27,7 +27,7 @@ def default_sampling_params(checkpoint: Path) -> dict[str, Any]:
         found: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
         SamplingParams(**found)
         return found
-    except (ValueError, TypeError, AttributeError) as error:
+    except Exception as error:  # json also raises RecursionError
         raise ValueError(f"model: {path} cannot be read: {error}") from error
 
 

@@ -23,14 +23,7 @@ _FOREIGN_KEYS = {
     *("prompt_embeds", "token_type_ids", "encoder_prompt", "decoder_prompt"),
 }
 # Texts that a sound tokenizer gets through: short and long, characters of one to four bytes.
-_PROBES = [
-    "a",
-    "a b",
-    "Hello, wörld 12's\n",
-    " a\u0300é, 東京 \U0001f600",
-    40 * "a",
-    " " + 9 * "hello wörld ",
-]
+_PROBES = ["a", "Hello, wörld 12's\n", " a\u0300é, 東京 \U0001f600", 40 * "a"]
 
 
 def load_tokenizer(checkpoint: Path) -> Any:
@@ -42,11 +35,11 @@ def load_tokenizer(checkpoint: Path) -> Any:
             # What AutoTokenizer would build from this file, without its import of all models.
             tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(checkpoint))
         else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                str(checkpoint), trust_remote_code=False
-            )
-        with contextlib.suppress(Exception):  # a text may fail, but not by a panic
-            tokenizer(_PROBES)
+            auto = transformers.AutoTokenizer
+            tokenizer = auto.from_pretrained(str(checkpoint), trust_remote_code=False)
+        for text in _PROBES:
+            with contextlib.suppress(Exception):  # a text may fail, but not by a panic
+                tokenizer(text)
         return tokenizer
     except BaseException as error:  # transformers raises whatever its parsers raise
         # A panic of the tokenizers library is no Exception; neither is Ctrl-C.
@@ -73,10 +66,8 @@ def find_eos_token_ids(checkpoint: Path, tokenizer: Any, hf_config: Any) -> set[
         vocab_size = getattr(hf_config, "vocab_size", 2**31)
         for i in ids:
             if i is not None and not (type(i) is int and 0 <= i < vocab_size):
-                raise ValueError(
-                    f"eos_token_id: got {i!r:.80} here or in the tokenizer, needs 0 <= id < "
-                    f"{vocab_size} (the vocabulary), try the published file"
-                )
+                where = f"here or in the tokenizer, needs 0 <= id < {vocab_size} (the vocabulary)"
+                raise ValueError(f"eos_token_id: got {i!r:.80} {where}, try the published files")
         return set(ids) - {None}
     except Exception as error:  # json also raises RecursionError
         raise ValueError(f"model: {path} cannot be read: {error}") from error

@@ -38,6 +38,7 @@ class Sample:
         self._tokenizer, self._is_streamed = tokenizer, is_streamed
         self._num_streamed = 0
         self._is_closed = False  # its last delta was taken
+        self._drops_last = False  # the last token is no text
         self._detokenizer: Detokenizer | None = None
         if params.detokenize and (is_streamed or params.stop):
             self._detokenizer = Detokenizer(
@@ -51,14 +52,13 @@ class Sample:
     def append(self, token: int) -> bool:
         """Take a token that the scheduler has stored; whether it ends the completion.
 
-        A stop string wins over a length or an EOS reached with the same token.
+        A stop string wins over a length reached with the same token.
         """
-        seq, params = self.seq, self.seq.sampling_params
+        seq = self.seq
         if self.grammar is not None:
             self.grammar.accept(token)
-        # A token that ended it, an EOS or a stop token id, is as little text as a stop string.
-        is_end = seq.finish_reason == "stop" and not params.include_stop_str_in_output
-        if self._detokenizer is not None and not is_end:
+        self._drops_last = _is_ended_by_token(seq)
+        if self._detokenizer is not None and not self._drops_last:
             stop = self._detokenizer.append([token])
             if stop is not None:
                 seq.stop_reason = stop
@@ -107,8 +107,8 @@ class Sample:
             self._detokenizer.finish()
             text = self._detokenizer.text
         elif params.detokenize:
-            is_end = reason == "stop" and not params.include_stop_str_in_output
-            shown = token_ids[:-1] if is_end else token_ids
+            drops_last = self._drops_last if self.is_watched else _is_ended_by_token(seq)
+            shown = token_ids[:-1] if drops_last else token_ids
             text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
         return SampleOutput(
             text=text,
@@ -117,6 +117,12 @@ class Sample:
             stop_reason=seq.stop_reason,
             logprobs=self.logprobs,
         )
+
+
+def _is_ended_by_token(seq: Sequence) -> bool:
+    """By an EOS or a stop token id, which is as little text as a stop string; asked before anything
+    else has ended it."""
+    return seq.finish_reason == "stop" and not seq.sampling_params.include_stop_str_in_output
 
 
 class Request:

@@ -32,7 +32,7 @@ def make(tokenizer):
             if grammar is not None:
                 seq.ask = RowAsk(seq.seq_id, seq.sampling_params, 3, 0, (), (), grammar)
             seqs.append(seq)
-        request = Request(9, seqs, tokenizer, is_streamed)
+        request = Request(9, seqs, tokenizer, is_streamed, 1.0)
         for seq in seqs:
             seq.enter(table)
         return request
@@ -123,6 +123,10 @@ def test_special_tokens_are_shown_on_demand(skip, make, tokenizer):
     request = make(skip_special_tokens=skip)
     feed(request.samples[0], [*encode(tokenizer, "hi"), tokenizer.eos_token_id])
     request.samples[0].seq.finish_reason = "stop"
+    assert request.output()["text"] == "hi"  # as in vLLM: what ends it is no text
+    request = make(skip_special_tokens=skip, include_stop_str_in_output=True)
+    feed(request.samples[0], [*encode(tokenizer, "hi"), tokenizer.eos_token_id])
+    request.samples[0].seq.finish_reason = "stop"
     assert request.output()["text"] == "hi" + tokenizer.eos_token * (not skip)
 
 
@@ -142,7 +146,7 @@ def test_metrics_are_the_differences_of_the_clocks(make):
     first, second = (sample.seq for sample in request.samples)
     for sample in request.samples:
         feed(sample, [5, 6, 7])
-    start = request._created_at
+    start = request._called_at
     first.admitted_at, first.first_token_at, first.finished_at = start + 1, start + 3, start + 4
     second.admitted_at, second.first_token_at, second.finished_at = start + 3, start + 4, start + 9
     metrics = request.output()["metrics"]
@@ -207,15 +211,13 @@ def test_stop_token_beside_stop_strings(keep, make, tokenizer):
     assert request.output()["text"] == tokenizer.decode(ids if keep else ids[:-1])
 
 
-@pytest.mark.parametrize("reason", ["stop", "length"])
-def test_stop_string_wins_over_an_end_with_the_same_token(reason, make, tokenizer):
-    """An EOS is shown with skip_special_tokens=False, and may be the end of a stop string."""
+def test_stop_string_wins_over_a_length_reached_with_the_same_token(make, tokenizer):
     eos, text = tokenizer.eos_token_id, tokenizer.eos_token
     request = make(stop=text, skip_special_tokens=False)
     sample = request.samples[0]
     assert feed(sample, encode(tokenizer, "hi")) is None
     store(sample.seq, eos)
-    sample.seq.finish_reason = reason
+    sample.seq.finish_reason = "length"
     assert sample.append(eos) and sample.seq.stop_reason == text
     assert request.output()["text"] == "hi"
 
