@@ -18,10 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import Config, load_hf_config
 from nanovllm.engine.channel import Channel, Frame
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.sequence import ScheduledBatch
 
 logger = logging.getLogger("nanovllm")
 
@@ -34,7 +31,8 @@ class _Lifeline:
     def __init__(self, fd: int, parent_pid: int) -> None:
         self.folder: str | None = None  # to take along, while the ranks have not met
         self._fd, self._parent_pid = fd, parent_pid
-        threading.Thread(target=self._watch, daemon=True, name="lifeline").start()
+        self.thread = threading.Thread(target=self._watch, daemon=True, name="lifeline")
+        self.thread.start()
 
     def _watch(self) -> None:
         # A process that rank 0 has forked may hold the other end too: hence a look at the parent.
@@ -47,7 +45,10 @@ class _Lifeline:
         os._exit(_EXIT_ORPHANED)
 
 
-def _start(scalars: dict[str, Any], lifeline: _Lifeline) -> ModelRunner:
+def _start(scalars: dict[str, Any], lifeline: _Lifeline) -> Any:
+    from nanovllm.config import Config, load_hf_config
+    from nanovllm.engine.model_runner import ModelRunner
+
     checkpoint = Path(scalars["checkpoint"])
     runner = ModelRunner(
         Config(**scalars["config"]),
@@ -61,13 +62,18 @@ def _start(scalars: dict[str, Any], lifeline: _Lifeline) -> ModelRunner:
     return runner
 
 
-def _obey(frame: Frame, runner: ModelRunner | None, lifeline: _Lifeline) -> ModelRunner | None:
-    if frame.call == "prepare":  # that this is answered says that all imports are done
+def _obey(frame: Frame, runner: Any, lifeline: _Lifeline) -> Any:
+    """Do what the frame says; the rank's ModelRunner, once there is one."""
+    if frame.call == "prepare":  # that this is answered says that the slow imports are done
         lifeline.folder = frame.scalars["folder"]
+        import nanovllm.engine.model_runner  # noqa: F401
+
         return None
     if frame.call == "start":
         return _start(frame.scalars, lifeline)
     assert runner is not None and frame.call == "launch", f"call {frame.call!r}"
+    from nanovllm.engine.sequence import ScheduledBatch
+
     fields: dict[str, Any] = {**frame.scalars, **frame.arrays}
     runner.launch(ScheduledBatch(**fields))
     return runner
@@ -76,21 +82,19 @@ def _obey(frame: Frame, runner: ModelRunner | None, lifeline: _Lifeline) -> Mode
 def main(channel_fd: int, lifeline_fd: int, parent_pid: int) -> None:
     """A worker's life: obey frames until told to close or rank 0 is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which tells the others
-    lifeline = _Lifeline(lifeline_fd, parent_pid)
+    lifeline = _Lifeline(lifeline_fd, parent_pid)  # before torch is imported, which takes seconds
     channel = Channel(socket.socket(fileno=channel_fd))
-    runner: ModelRunner | None = None
-    while True:
-        try:
-            frame = channel.receive()
-        except (EOFError, OSError):
-            break
-        if frame.call == "close":
-            break
-        try:
-            runner = _obey(frame, runner, lifeline)
-            channel.send("done", {} if runner is None else runner.facts())
-        except Exception:
-            channel.send("error", {"traceback": traceback.format_exc()})
+    runner = None
+    try:
+        while (frame := channel.receive()).call != "close":
+            try:
+                runner = _obey(frame, runner, lifeline)
+                reply = "done", {} if runner is None else runner.facts()
+            except Exception:
+                reply = "error", {"traceback": traceback.format_exc()}
+            channel.send(*reply)
+    except (EOFError, OSError):  # rank 0 is gone, or has given this process up
+        lifeline.thread.join()
     if runner is not None:
         runner.close()
 

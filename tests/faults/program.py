@@ -7,6 +7,7 @@ caught, after how many seconds, and what is left. Then, if the fault was another
 second engine and uses it. KIND: a signal's name, "exit" or "raise".
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -27,8 +28,11 @@ PROMPTS = [[1, 2, 3], list(range(5, 60))]
 
 def workers() -> dict[int, int]:
     """Rank -> process id, in the order in which they were started."""
-    children = psutil.Process().children()
-    ours = [c for c in children if "nanovllm.engine.worker" in " ".join(c.cmdline())]
+    ours = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # dead, and not waited for yet
+            if "nanovllm.engine.worker" in child.cmdline():
+                ours.append(child)
     return {rank: c.pid for rank, c in enumerate(sorted(ours, key=lambda c: c.pid), 1)}
 
 
@@ -105,7 +109,7 @@ def main() -> None:
     step_timeout = float(sys.argv[5]) if len(sys.argv) > 5 else 60.0
     print(json.dumps(run(num_ranks, phase, kind, victim, step_timeout)), flush=True)
     os.environ.pop("NANOVLLM_TEST_FAULT", None)
-    with make(num_ranks, 60.0) as llm:
+    with make(2, 60.0) as llm:
         tokens = [o["token_ids"] for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
     print(json.dumps({"tokens": tokens, **left_over()}), flush=True)
 
