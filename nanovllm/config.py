@@ -27,6 +27,7 @@ class Config:
     tensor_parallel_size: int = 1  # ranks, 1 to 8; read by WorkerGroup
     enforce_eager: bool = False  # True: no CUDA graphs; read by ModelRunner
     overlap: bool = True  # launch a step before the last one's tokens are read; LLMEngine
+    deterministic: bool = False  # the same bits in any batch, a token at a time; CPU; row_by_row
     kvcache_block_size: int = 256  # tokens per block, >= 1; the backend may ask for a multiple
     num_kvcache_blocks: int | None = None  # pool size, >= 1; None: measured by kv_cache
     dtype: str = "auto"  # compute type; auto: the checkpoint's on CUDA, float32 on the CPU
@@ -65,7 +66,7 @@ class Config:
             if not 0 < value < 1e6:  # also false for NaN
                 raise ValueError(f"{name}: got {value}, needs 0 < seconds < 1e6, try 60")
             object.__setattr__(self, name, float(value))
-        for name in ("enforce_eager", "overlap"):
+        for name in ("enforce_eager", "overlap", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {getattr(self, name)!r}, needs True or False")
         self._check_choice("dtype", DTYPES)

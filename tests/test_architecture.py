@@ -137,6 +137,7 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
         {"engine.decode_state", "engine.sequence", "kernels.decode_step", "utils.context"},
         {"numpy", "torch"},
     ),
+    "engine.row_by_row": ({"config", "engine.input_batch", "utils.context"}, {"torch"}),
     "engine.cuda_graph": (
         {"engine.decode_state", "engine.input_batch", "engine.sequence"},
         {"numpy", "torch"},
@@ -153,6 +154,7 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
             "engine.kv_cache",
             "engine.placement",
             "engine.redraw",
+            "engine.row_by_row",
             "engine.sequence",
             "engine.step_handle",
             "layers.attention",

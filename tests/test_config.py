@@ -24,7 +24,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "load_format": ("auto", "dummy"),
 }
-FLAGS = {"enforce_eager": False, "overlap": True}  # field -> default
+FLAGS = {"enforce_eager": False, "overlap": True, "deterministic": False}  # field -> default
 SECONDS = {"step_timeout": 60.0, "start_timeout": 600.0}
 
 

@@ -15,6 +15,8 @@ from nanovllm.utils.loader import check_checkpoint
 
 def check_model(config: Config, hf_config: Any, checkpoint: Path) -> tuple[int, int]:
     """Refuse what cannot work before the device is touched; (longest sequence, head_dim)."""
+    if config.deterministic and select_device(config, 0).type == "cuda":
+        raise ValueError("deterministic: got True on CUDA, needs the CPU, try device='cpu'")
     model_class = get_model_class(hf_config)
     positions = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
     max_model_len = min(config.max_model_len, positions)

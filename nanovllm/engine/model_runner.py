@@ -21,6 +21,7 @@ from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
 from nanovllm.engine.placement import select_device, select_dtype
 from nanovllm.engine.redraw import Redrawer
+from nanovllm.engine.row_by_row import each_row, hidden_states
 from nanovllm.engine.sequence import ScheduledBatch
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.layers.attention import Attention
@@ -28,7 +29,6 @@ from nanovllm.layers.logprobs import Logprobs, prompt_logprobs_of_pieces
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
 from nanovllm.utils import distributed
-from nanovllm.utils.context import use_context
 from nanovllm.utils.loader import fingerprint, load_dummy, load_model
 
 logger = logging.getLogger(__name__)
@@ -150,9 +150,8 @@ class ModelRunner:
     def _build(self, batch: ScheduledBatch) -> InputBatch:
         if batch.is_prefill:
             return input_batch.build_prefill(batch, self.state)
-        arrays = input_batch.decode_arrays(batch, batch.num_seqs)
         max_context_len = int(batch.num_cached_tokens.max()) + 1
-        t = input_batch.to_device(arrays, self.device)
+        t = input_batch.to_device(input_batch.decode_arrays(batch, batch.num_seqs), self.device)
         return input_batch.build_decode(t["rows"], t["new_blocks"], self.state, max_context_len)
 
     def _forward(
@@ -161,9 +160,8 @@ class ModelRunner:
         all_greedy: bool = False,
         logits_out: torch.Tensor | None = None,
     ) -> StepResult:
-        with use_context(inputs.context):
-            hidden_states = self.model(inputs.input_ids, inputs.positions)
-            logits = self.model.compute_logits(hidden_states, logits_out)
+        states = hidden_states(self.model, inputs, inputs.context, self.config)
+        logits = each_row(self.model.compute_logits, self.config)(states, logits_out)
         return self._finish_step(inputs, logits, all_greedy)
 
     def _forward_with_prompts(
@@ -172,23 +170,24 @@ class ModelRunner:
         """A prefill that also reports log-probabilities of prompt tokens."""
         indices = inputs.context.logits_indices
         assert indices is not None, "a prefill samples some of its rows"
-        with use_context(replace(inputs.context, logits_indices=None)):
-            hidden_states = self.model(inputs.input_ids, inputs.positions)
-            found = prompt_logprobs_of_pieces(
-                hidden_states,
-                self.model.compute_logits,
-                torch.tensor(batch.next_ids, device=self.device),
-                batch.num_scheduled_tokens.tolist(),
-                batch.prompt_logprobs.tolist(),
-            )
-            logits = self.model.compute_logits(hidden_states.index_select(0, indices))
+        ctx = replace(inputs.context, logits_indices=None)
+        states = hidden_states(self.model, inputs, ctx, self.config)
+        compute_logits = each_row(self.model.compute_logits, self.config)
+        found = prompt_logprobs_of_pieces(
+            states,
+            compute_logits,
+            torch.tensor(batch.next_ids, device=self.device),
+            batch.num_scheduled_tokens.tolist(),
+            batch.prompt_logprobs.tolist(),
+        )
+        logits = compute_logits(states.index_select(0, indices))
         return self._finish_step(inputs, logits), found
 
     def _finish_step(
         self, inputs: InputBatch, logits: torch.Tensor | None, all_greedy: bool = False
     ) -> StepResult:
         if logits is not None:
-            tokens = self.sampler(
+            tokens = each_row(self.sampler, self.config)(
                 logits, inputs.temperatures, inputs.seeds, inputs.draw_positions, all_greedy
             )
         else:
@@ -246,8 +245,7 @@ class ModelRunner:
                 shape, config.gpu_memory_utilization, self.device
             )
         else:
-            max_tokens = config.max_num_seqs * self.max_model_len
-            num_blocks = kv_cache.num_blocks_on_cpu(shape, max_tokens)
+            num_blocks = kv_cache.num_blocks_on_cpu(shape, config.max_num_seqs * self.max_model_len)
         return distributed.min_over_ranks(num_blocks)
 
     @torch.inference_mode()
