@@ -308,7 +308,8 @@ class Scenario:
             if seq.token_ids.tolist() != req.tokens:
                 self._fail(10, f"other tokens than sampled: {seq.token_ids}")
             stop = req.tokens[-1] if req.reason == "stop" else None
-            if seq.stop_reason != (stop if stop in req.stop_ids else None):
+            is_eos = stop in EOS_TOKEN_IDS and not req.ignore_eos  # which needs no other reason
+            if seq.stop_reason != (stop if stop in req.stop_ids and not is_eos else None):
                 self._fail(10, f"stop reason {seq.stop_reason} of {req.tokens}")
             self.counts["stop ids"] += seq.stop_reason is not None
             self.counts[req.reason] += 1
