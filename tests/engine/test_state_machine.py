@@ -429,8 +429,11 @@ class ForgetsFollowersOfOneToken(Scheduler):
 
 class QueuesFollowersOfTheAborted(Scheduler):
     def abort(self, seqs):
+        seqs = list(seqs)
+        followers = [seq.followers for seq in seqs]
         super().abort(seqs)
-        for seq in seqs:
+        for seq, kept in zip(seqs, followers, strict=True):
+            seq.followers = kept
             queue_followers(self, seq)
 
 
