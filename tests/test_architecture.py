@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # stop strings (160), chat and prompts (310), structured output, half of which refuses what xgrammar
 # would ignore (340), and requests with streams, samples, metrics and their own errors (480). Then
 # ranks that neither hang nor leak (issue 5): frames that are checked and a watch over processes.
-MAX_PACKAGE_LINES = 7400
+MAX_PACKAGE_LINES = 7450
 MAX_FILE_LINES = 240
 MAX_FUNCTION_LINES = 60
 # The exceptions, each with a limit of its own. A file holds the reference, the kernel and the

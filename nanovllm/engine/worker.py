@@ -1,6 +1,6 @@
 """A worker: the process of one rank from 1 up, mirroring the calls that rank 0 sends.
 
-    python -m nanovllm.engine.worker CHANNEL_FD LIFELINE_FD PARENT_PID
+    python -m nanovllm.engine.worker FOLDER CHANNEL_FD LIFELINE_FD PARENT_PID
 
 It ends when told to, when the channel closes, and, whatever it is doing, when rank 0 is gone: the
 other end of the lifeline is held by rank 0 alone.
@@ -18,8 +18,6 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.channel import Channel, Frame
-
 logger = logging.getLogger("nanovllm")
 
 _EXIT_ORPHANED = 70
@@ -28,8 +26,8 @@ _EXIT_ORPHANED = 70
 class _Lifeline:
     """Ends this process, from a thread of its own, when rank 0 does."""
 
-    def __init__(self, fd: int, parent_pid: int) -> None:
-        self.folder: str | None = None  # to take along, while the ranks have not met
+    def __init__(self, folder: str, fd: int, parent_pid: int) -> None:
+        self.folder: str | None = folder  # to take along, while the ranks have not met
         self._fd, self._parent_pid = fd, parent_pid
         self.thread = threading.Thread(target=self._watch, daemon=True, name="lifeline")
         self.thread.start()
@@ -62,10 +60,9 @@ def _start(scalars: dict[str, Any], lifeline: _Lifeline) -> Any:
     return runner
 
 
-def _obey(frame: Frame, runner: Any, lifeline: _Lifeline) -> Any:
-    """Do what the frame says; the rank's ModelRunner, once there is one."""
+def _obey(frame: Any, runner: Any, lifeline: _Lifeline) -> Any:
+    """Do what the channel's frame says; the rank's ModelRunner, once there is one."""
     if frame.call == "prepare":  # that this is answered says that the slow imports are done
-        lifeline.folder = frame.scalars["folder"]
         import nanovllm.engine.model_runner  # noqa: F401
 
         return None
@@ -79,10 +76,13 @@ def _obey(frame: Frame, runner: Any, lifeline: _Lifeline) -> Any:
     return runner
 
 
-def main(channel_fd: int, lifeline_fd: int, parent_pid: int) -> None:
+def main(folder: str, channel_fd: int, lifeline_fd: int, parent_pid: int) -> None:
     """A worker's life: obey frames until told to close or rank 0 is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which tells the others
-    lifeline = _Lifeline(lifeline_fd, parent_pid)  # before torch is imported, which takes seconds
+    # Before the imports, which take seconds.
+    lifeline = _Lifeline(folder, lifeline_fd, parent_pid)
+    from nanovllm.engine.channel import Channel
+
     channel = Channel(socket.socket(fileno=channel_fd))
     runner = None
     try:
@@ -100,4 +100,4 @@ def main(channel_fd: int, lifeline_fd: int, parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -66,7 +66,7 @@ class WorkerGroup:
             if not self._processes:
                 return
             threading.Thread(target=self._watch, daemon=True, name="nanovllm watch").start()
-            self._send_all("prepare", lambda rank: {"folder": self._folder}, config.start_timeout)
+            self._send_all("prepare", lambda rank: {}, config.start_timeout)
             self.wait()
             start = {
                 "config": asdict(config),
@@ -162,7 +162,8 @@ class WorkerGroup:
         fds = [theirs.fileno(), lifeline]
         with theirs:
             self._processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", "nanovllm.engine.worker", *map(str, fds), str(os.getpid())],
+                [sys.executable, "-m", "nanovllm.engine.worker", self._folder]
+                + [str(number) for number in (*fds, os.getpid())],
                 pass_fds=fds,
                 env=_worker_environment(self._config),
                 stdin=subprocess.DEVNULL,
@@ -214,10 +215,26 @@ class WorkerGroup:
         except FrameError as error:
             return EngineDeadError(f"{who} sent {error}")
         if frame.call == "error":
+            dead = self._find_dead()
+            if dead is not None:  # of which this rank has heard in a collective
+                return EngineDeadError(
+                    f"rank {dead} (process {self._processes[dead].pid})"
+                    f" {self._end_of(dead, ChildProcessError())}"
+                )
             return EngineDeadError(f"{who} failed:\n{frame.scalars.get('traceback')}")
         with self._changed:
             self._replies[rank] = frame
             self._changed.notify_all()
+        return None
+
+    def _find_dead(self) -> int | None:
+        """A rank whose process has ended, or does so in a moment."""
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            for rank, process in self._processes.items():
+                if process.poll() is not None:
+                    return rank
+            time.sleep(0.01)
         return None
 
     def _end_of(self, rank: int, error: Exception) -> str:
