@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from nanovllm import SamplingParams
+from tests.parity import PLAIN_ARGMAX
 
 
 @torch.inference_mode()
@@ -33,14 +34,10 @@ def hf_generate(
         out = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            temperature=None,
-            top_p=None,
-            top_k=None,
             max_new_tokens=num_tokens,
             eos_token_id=list(eos_token_ids) or None,
-            pad_token_id=0,
             logits_processor=LogitsProcessorList([make_processor()] if make_processor else []),
+            **PLAIN_ARGMAX,
             **kwargs,
         )
         for i, row in zip(indices, out[:, ids.size(1) :].tolist(), strict=True):

@@ -21,6 +21,11 @@ class Greedy(NamedTuple):
         return logprobs[range(len(self.token_ids)), self.token_ids].numpy()
 
 
+# Arguments of transformers' generate. Everything generation_config.json may ask for is set aside:
+# this is the plain argmax.
+PLAIN_ARGMAX = dict(do_sample=False, temperature=None, top_p=None, top_k=None, pad_token_id=0)
+
+
 def load_hf(checkpoint: Path, dtype: torch.dtype, device: str = "cpu"):
     model = AutoModelForCausalLM.from_pretrained(str(checkpoint), torch_dtype=dtype)
     return model.to(device).eval()
@@ -30,17 +35,12 @@ def load_hf(checkpoint: Path, dtype: torch.dtype, device: str = "cpu"):
 def hf_greedy(model, prompt: list[int], num_tokens: int) -> Greedy:
     """num_tokens greedy tokens of transformers' generate."""
     ids = torch.tensor([prompt], device=model.device)
-    # Everything generation_config.json may ask for is set aside: this is the plain argmax.
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
         max_new_tokens=num_tokens,
         eos_token_id=None,
-        pad_token_id=0,
+        **PLAIN_ARGMAX,
         return_dict_in_generate=True,
         output_logits=True,
     )

@@ -35,7 +35,7 @@ class Sample:
             or params.prompt_logprobs is not None
         )
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
-        self._tokenizer, self._is_streamed = tokenizer, is_streamed
+        self._tokenizer = tokenizer
         self._num_streamed = 0
         self._is_closed = False  # its last delta was taken
         self._drops_last = False  # the last token is no text

@@ -21,7 +21,7 @@ from nanovllm.errors import EngineDeadError
 
 @dataclass(slots=True)
 class Outcome:
-    """What one call of _step did."""
+    """What one call of step did."""
 
     batch: ScheduledBatch | None  # launched
     ended: list[Request]
