@@ -486,7 +486,7 @@ class TestSeedsAndSamples:
         assert len(set(map(tuple, tokens))) == len(seeds)
 
     def test_no_seed_differs_from_one_request_to_the_next(self, llm):
-        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        params = SamplingParams(temperature=10, max_tokens=16, ignore_eos=True)
         tokens = tokens_of(run(llm, [random_prompt(9)] * 6, params))
         assert len(set(map(tuple, tokens))) == 6
 
