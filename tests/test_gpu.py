@@ -110,16 +110,21 @@ def test_closing_gives_the_device_memory_back():
         assert torch.cuda.memory_reserved() < 256 << 20
 
 
-def test_pool_leaves_little_unused():
-    """At most 3 % of the planned memory is left, after sampling at the largest batch."""
+def test_pool_leaves_little_unused(monkeypatch):
+    """At most 3 % of the planned memory is left, after sampling at the largest batch.
+
+    Other processes may take and leave device memory meanwhile: only this one's is counted.
+    """
+    _, total = torch.cuda.mem_get_info()
+    monkeypatch.setattr(
+        torch.cuda, "mem_get_info", lambda *_: (total - torch.cuda.memory_reserved(), total)
+    )
     with make(
         BUNDLED, gpu_memory_utilization=0.5, num_kvcache_blocks=None, max_num_seqs=512
     ) as llm:
         params = SamplingParams(max_tokens=4, ignore_eos=True)
         llm.generate(random_prompts(512, 2000), params, use_tqdm=False)
-        free, total = torch.cuda.mem_get_info()
-        planned = 0.5 * total
-        assert np.abs(total - free - planned) < 0.03 * planned
+        assert np.abs(torch.cuda.memory_reserved() - 0.5 * total) < 0.03 * 0.5 * total
 
 
 ASKS = [

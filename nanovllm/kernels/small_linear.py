@@ -65,7 +65,7 @@ def supports(
 
 
 def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
-    """Measured on one H200 with the shapes of Qwen3-0.6B; the rules carry over by fill of the SMs.
+    """Measured on one H200 with the shapes of Qwen3-0.6B and 8B; the rules carry over by fill of the SMs.
     n counts outputs: SILU reads 2 * n weight rows."""
     mats, sms = 2 if epilogue == SILU else 1, facts.num_sms
     small = mats * n * k <= _SMALL * sms
@@ -76,12 +76,13 @@ def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
         return _one_shot_config(n, k, block_m, facts)
     if not small or block_m <= 32:
         tiles = launch.cdiv(n, 64) * launch.cdiv(m, block_m)
-        fill = 1 << max((2 * sms // tiles).bit_length() - 1, 0)
+        # One program an SM with as many stages as fit reads faster than two that share its memory;
+        # two hide each other's first loads where there are several waves of them.
+        fill = 1 << max((sms // tiles).bit_length() - 1, 0)
         split = 1 if small and k <= 1024 else min(fill, launch.cdiv(k, 512), 8)
-        # Two programs an SM share its memory; one alone may take more stages.
         room = 220 * 1024 if facts.large_shared_memory else 96 * 1024
         stage = (mats * 64 + block_m) * 128 * 2
-        stages = max(2, min(5, room // (2 if tiles * split > sms else 1) // stage))
+        stages = max(2, min(6, room // (2 if tiles * split > 2 * sms else 1) // stage))
         return Config("streamed", block_m, 64, 128, split, block_m <= 32, stages)
     tiles = launch.cdiv(n, 32) * launch.cdiv(m, 64)
     if k <= 2048:
