@@ -65,8 +65,8 @@ def supports(
 
 
 def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
-    """Measured on one H200 with the shapes of Qwen3-0.6B and 8B; the rules carry over by fill of the SMs.
-    n counts outputs: SILU reads 2 * n weight rows."""
+    """Measured on one H200 with the shapes of Qwen3-0.6B and 8B; the rules carry over by fill of
+    the SMs. n counts outputs: SILU reads 2 * n weight rows."""
     mats, sms = 2 if epilogue == SILU else 1, facts.num_sms
     small = mats * n * k <= _SMALL * sms
     if m == 1 or (m == 2 and k <= 4096):
