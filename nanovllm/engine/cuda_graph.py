@@ -29,7 +29,7 @@ from nanovllm.engine.sequence import IntArray, ScheduledBatch
 
 class StepResult(NamedTuple):
     tokens: torch.Tensor  # int64 [num_sampled], -1 where the logits were not finite
-    logits: torch.Tensor | None  # [num_sampled, vocab_size]; None on ranks that do not sample
+    logits: torch.Tensor  # [num_sampled, this rank's part of the vocabulary]
 
 
 # (rows, new_blocks), int32 [num_seqs] each -> the step's result.
@@ -93,7 +93,7 @@ class DecodeGraphs:
             self._sent[size] = arrays
         self._graphs[size].replay()
         tokens, logits = self._results[size]
-        return StepResult(tokens[:n], None if logits is None else logits[:n])
+        return StepResult(tokens[:n], logits[:n])
 
 
 # (tokens, sequences) of a captured prefill. Launching the kernels of a prefill one by one takes the
@@ -158,7 +158,7 @@ class PrefillGraphs:
         self._graphs[shape].replay()
         tokens, logits = self._results[shape]
         n = int(batch.is_sampled.sum())
-        return StepResult(tokens[:n], None if logits is None else logits[:n])
+        return StepResult(tokens[:n], logits[:n])
 
 
 def _empty_batch(is_prefill: bool) -> ScheduledBatch:

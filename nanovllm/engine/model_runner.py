@@ -1,4 +1,4 @@
-"""ModelRunner: one rank's model, KV cache, CUDA graphs and, on rank 0, the sampler.
+"""ModelRunner: one rank's model, KV cache, CUDA graphs and sampler.
 
 It turns a ScheduledBatch into sampled tokens. It knows tensors, never sequences or queues.
 """
@@ -25,6 +25,7 @@ from nanovllm.engine.row_by_row import each_row, hidden_states
 from nanovllm.engine.sequence import ScheduledBatch
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.collectives import share_tokens_of_rank0
 from nanovllm.layers.logprobs import Logprobs, prompt_logprobs_of_pieces
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models import get_model_class
@@ -62,7 +63,7 @@ class ModelRunner:
             rank,
             config.tensor_parallel_size,
             init_method,
-            "nccl" if self.device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             self.device,
             is_hopeless,
         )
@@ -82,7 +83,8 @@ class ModelRunner:
         self.backend, self.backend_reason = self._select_backend(layers[0].head_dim)
         for layer in layers:
             layer.backend = self.backend
-        self.sampler = Sampler()
+        head: Any = self.model.lm_head
+        self.sampler = Sampler(head.first_row, head.num_tokens)
         self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.state = DecodeState.create(
             self.num_rows,
@@ -130,9 +132,10 @@ class ModelRunner:
 
     def _redraw(self, batch: ScheduledBatch, result: StepResult) -> Logprobs | None:
         """Draw again, on rank 0, for the rows that ask for it, and let every rank know."""
-        tokens, logits = result
+        tokens = result.tokens
+        logits = self.model.lm_head.gather(result.logits)
         logprobs = None if logits is None else self.redrawer.redraw(batch.special, logits, tokens)
-        distributed.broadcast(tokens)
+        share_tokens_of_rank0(tokens)
         rows = torch.tensor(batch.rows[batch.is_sampled], dtype=torch.int64, device=self.device)
         self.state.last_tokens[rows] = tokens.int()
         return logprobs
@@ -175,7 +178,7 @@ class ModelRunner:
         compute_logits = each_row(self.model.compute_logits, self.config)
         found = prompt_logprobs_of_pieces(
             states,
-            compute_logits,
+            lambda rows: self.model.lm_head.gather(compute_logits(rows)),
             torch.tensor(batch.next_ids, device=self.device),
             batch.num_scheduled_tokens.tolist(),
             batch.prompt_logprobs.tolist(),
@@ -184,16 +187,12 @@ class ModelRunner:
         return self._finish_step(inputs, logits), found
 
     def _finish_step(
-        self, inputs: InputBatch, logits: torch.Tensor | None, all_greedy: bool = False
+        self, inputs: InputBatch, logits: torch.Tensor, all_greedy: bool = False
     ) -> StepResult:
-        if logits is not None:
-            tokens = each_row(self.sampler, self.config)(
-                logits, inputs.temperatures, inputs.seeds, inputs.draw_positions, all_greedy
-            )
-        else:
-            tokens = torch.empty(len(inputs.rows), dtype=torch.int64, device=self.device)
-        distributed.broadcast(tokens)  # each rank advances its own copy of the state
-        self.state.append(inputs.rows, tokens)
+        tokens = each_row(self.sampler, self.config)(
+            logits, inputs.temperatures, inputs.seeds, inputs.draw_positions, all_greedy
+        )
+        self.state.append(inputs.rows, tokens)  # each rank advances its own copy of the state
         return StepResult(tokens, logits)
 
     def _captured_step(self, rows: torch.Tensor, new_blocks: torch.Tensor) -> StepResult:
@@ -283,10 +282,14 @@ class ModelRunner:
             return
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         max_num_seqs = min(self.num_rows, self.num_blocks)
-        if distributed.tp_rank() == 0:
-            shape = (self.num_rows, self.model.lm_head.vocab_size)
-            self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
+        shape = (self.num_rows, self.model.lm_head.num_rows)
+        self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.decode_graphs = DecodeGraphs(self._captured_step, max_num_seqs, pool, self.device)
+        # NCCL's sums stay out of prefills' graphs, which would gain little.
+        limit = distributed.max_rows_of_sums(self.model.lm_head.weight[0].nbytes)
         self.prefill_graphs = PrefillGraphs(
-            self._captured_forward, self.state, config.max_num_batched_tokens, pool
+            self._captured_forward,
+            self.state,
+            min(config.max_num_batched_tokens, limit),
+            pool,
         )

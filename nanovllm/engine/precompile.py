@@ -17,7 +17,6 @@ import select
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ from nanovllm.engine import cuda_graph
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.placement import select_dtype
 from nanovllm.kernels import launch
+from nanovllm.utils import distributed
+from nanovllm.utils.distributed import PeerMemory
 
 logger = logging.getLogger("nanovllm")
 
@@ -72,7 +73,6 @@ def start_compiling(config: Config, hf_config: Any, max_model_len: int) -> Compi
     num_children = min((os.cpu_count() or 1) - 1, _MAX_CHILDREN)
     if (
         config.device == "cpu"
-        or config.tensor_parallel_size > 1
         or num_children < 4
         or launch.missing_triton is not None
         or importlib.util.find_spec("triton.knobs") is None
@@ -127,12 +127,15 @@ class _Compiler(ModelRunner):
         return TritonBackend(), ""  # the others have nothing to compile
 
 
-def _compute_nothing() -> None:
-    """Let kernels take the CPU's tensors for the GPU's, and matrix products return at once."""
+def _compute_nothing(num_ranks: int) -> None:
+    """Let kernels take the CPU's tensors for the GPU's, and what is no kernel return at once.
+
+    num_ranks: of which this process is to seem the first.
+    """
     from triton.runtime import driver
 
     facts = launch.gpu(torch.device("cuda", 0))
-    replacements: list[tuple[Any, str, Callable[..., Any]]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         # Asking for the real stream would make each child wait for a context on the GPU.
         (driver.active, "get_current_stream", lambda device: 0),
         (launch, "gpu", lambda device: facts),
@@ -142,8 +145,22 @@ def _compute_nothing() -> None:
         (torch, "mm", lambda x, weight, out: out),
         (F, "embedding", lambda ids, weight: weight.new_empty((*ids.shape, weight.size(1)))),
     ]
+    if num_ranks > 1:
+        replacements += [
+            (distributed, "_group", _group_of_nobody(num_ranks)),
+            (distributed, "all_reduce", lambda tensor: tensor),
+            (distributed, "min_over_ranks", lambda value: value),
+        ]
     for owner, name, function in replacements:
         setattr(owner, name, function)
+
+
+def _group_of_nobody(num_ranks: int) -> Any:
+    memory = torch.empty(PeerMemory.num_bytes(), dtype=torch.uint8)
+    addresses = torch.empty(num_ranks, dtype=torch.int64)
+    abort = torch.empty(1, dtype=torch.int32)
+    peers = PeerMemory(0, num_ranks, memory, addresses, abort)
+    return distributed._Group(0, num_ranks, torch.device("cpu"), peers)
 
 
 def _compile_share(config: Config, hf_config: Any, max_model_len: int, claims: Path) -> None:
@@ -176,7 +193,7 @@ def _compile_share(config: Config, hf_config: Any, max_model_len: int, claims: P
     run = JITFunction.run
     JITFunction.run = compile_only
     knobs.runtime.jit_cache_hook = is_claimed
-    _compute_nothing()
+    _compute_nothing(config.tensor_parallel_size)
     stand_in = copy.copy(hf_config)
     stand_in.num_hidden_layers = 2  # the last one goes on with fewer rows than the others
     config = replace(config, load_format="dummy", num_kvcache_blocks=config.max_num_seqs)

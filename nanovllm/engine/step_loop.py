@@ -7,6 +7,7 @@ results, is up to the engine.
 import gc
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +63,17 @@ class StepLoop:
             self._ended.append(request)
 
     def add(self, request: Request) -> None:
+        seqs = [sample.seq for sample in request.samples]
         for sample in request.samples:
             self._requests[sample.seq.seq_id] = request
             if sample.is_watched:
                 self._watched[sample.seq.seq_id] = sample
         try:
-            self._scheduler.add(request.samples[0].seq)  # its followers come after it
+            for seq in seqs:
+                self._scheduler.add(seq)
         except BaseException:  # an interrupt
-            self._forget(sample.seq for sample in request.samples)
+            self._scheduler.abort(seqs)
+            self._forget(seqs)
             raise
 
     def _forget(self, seqs: Iterable[Sequence]) -> None:
@@ -77,8 +81,8 @@ class StepLoop:
             del self._requests[seq.seq_id]
             self._watched.pop(seq.seq_id, None)
 
-    def serve(self, todo: Iterator[Request]) -> Generator[Outcome, None, None]:
-        """Run these requests, a step at a time.
+    def serve(self, todo: Iterator[Request | None]) -> Generator[Outcome, None, None]:
+        """Run these requests, a step at a time. None among them: there are no more for now.
 
         Only as many are taken as the scheduler may want soon, so that the device need not wait for
         the others. Whatever ends this early, no request and no block stays behind.
@@ -136,10 +140,16 @@ class StepLoop:
 
     def _launch(self, batch: ScheduledBatch) -> None:
         """On every rank. Ranks of which one fails in between are out of step for good."""
-        try:
+        with self._in_step():
             self._workers.send_batch(batch)
             self._inflight.append((batch, self._runner.launch(batch)))
             self._workers.wait()
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What goes wrong in here is about all ranks, and ends them."""
+        try:
+            yield
         except BaseException as error:
             fault = self._workers.explain(error)
             if fault is None:  # there is one rank
@@ -152,7 +162,9 @@ class StepLoop:
     def _read_back(self, outcome: Outcome) -> None:
         """Wait for the oldest step in flight, and move on the sequences it computed."""
         batch, handle = self._inflight.popleft()
-        token_ids = handle.token_ids()
+        with self._in_step():
+            token_ids = handle.token_ids()
+            self._workers.check()  # of a step that lost a rank nothing is sound
         finished = self._scheduler.update(batch, token_ids)
         if self._watched:
             self._take_logprobs(batch, token_ids, handle)
@@ -173,11 +185,11 @@ class StepLoop:
             if sample is None:  # most are not watched, some ended a step before
                 continue
             outcome.touched.append(sample)
-            if token >= 0 and sample.append(token):
+            if token >= 0 and (reason := sample.append(token)) is not None:
                 if sample.seq.finish_reason is None:
-                    self._scheduler.end(sample.seq, "stop")
+                    self._scheduler.end(sample.seq, reason)
                     ended.append(sample.seq)
-                sample.seq.finish_reason = "stop"
+                sample.seq.finish_reason = reason
         return ended
 
     def _take_logprobs(self, batch: ScheduledBatch, token_ids: Any, handle: StepHandle) -> None:

@@ -27,6 +27,7 @@ from nanovllm.config import Config
 from nanovllm.engine.channel import Channel, Frame, FrameError
 from nanovllm.engine.sequence import ScheduledBatch
 from nanovllm.errors import EngineDeadError, EngineTimeoutError
+from nanovllm.utils import distributed
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,7 +48,6 @@ class WorkerGroup:
         # Ranks find each other through a file in a private folder: no port to collide on.
         self._folder = tempfile.mkdtemp(prefix="nanovllm-")
         self.init_method = f"file://{self._folder}/rendezvous"
-        self.abort_collectives: Callable[[], None] = lambda: None  # where dead peers do not do it
         self._config = config
         self._channels: dict[int, Channel] = {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -113,6 +113,12 @@ class WorkerGroup:
                     )
         shutil.rmtree(self._folder, ignore_errors=True)  # all have met
 
+    def check(self) -> None:
+        """Raise what is wrong, if anything; what a device gave before this call is then sound."""
+        with self._changed:
+            if self._fault is not None:
+                raise self._copy_of_fault()
+
     def explain(self, error: BaseException) -> EngineDeadError | None:
         """After rank 0 failed in a step: why, as far as other ranks are concerned.
 
@@ -127,7 +133,9 @@ class WorkerGroup:
             self._changed.wait_for(lambda: self._fault is not None, timeout=0.5)
             if self._fault is None:
                 self._fail(EngineDeadError(f"rank 0 (process {os.getpid()}) failed: {error!r}"))
-            return self._copy_of_fault()
+            fault = self._copy_of_fault()
+        distributed.abort()
+        return fault
 
     def ask_to_close(self) -> None:
         """Tell the workers to leave; harmless when they are gone already."""
@@ -204,6 +212,7 @@ class WorkerGroup:
             if fault is not None and not self._is_closing:
                 with self._changed:
                     self._fail(fault)
+                distributed.abort()  # what rank 0's device is waiting for will not come
 
     def _receive(self, rank: int) -> EngineDeadError | None:
         """Take a rank's reply; what is wrong with it, if anything."""
@@ -258,7 +267,6 @@ class WorkerGroup:
             logger.error("nanovllm: %s; all other ranks are ended", str(fault).splitlines()[0])
             for process in self._processes.values():
                 process.kill()
-            self.abort_collectives()
         self._changed.notify_all()
 
 

@@ -57,6 +57,22 @@ def normalize(x: NormInput) -> torch.Tensor:
     return rms_norm(x.hidden, x.weight, x.eps) if x.normed is None else x.normed
 
 
+def linear_into(
+    x: torch.Tensor, weight: torch.Tensor, workspace: LinearWorkspace, out: torch.Tensor
+) -> None:
+    """out = x @ weight^T.
+
+    x: dtype [M, K] rows at any stride.
+    weight: dtype [N, K].
+    out: dtype [M, N] contiguous.
+    """
+    chosen = _choose(x, weight, PLAIN)
+    if chosen is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        small_linear(x, weight, workspace, chosen, out=out)
+
+
 def norm_linear(
     x: NormInput, weight: torch.Tensor, workspace: LinearWorkspace
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -61,6 +61,17 @@ def sample_ref(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
+    return race_ref(logits, temperatures, seeds, positions)[0]
+
+
+def race_ref(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    first_token: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens, and with which values they won."""
     vocab = logits.shape[1]
     num_tiles = launch.cdiv(vocab, TILE)
     x = logits.float()
@@ -73,15 +84,18 @@ def sample_ref(
     shifted = x - tile_max.clamp(min=-1e30)[..., None]
     tile_sum = torch.exp2(shifted * (1.4426950408889634 / temperature)[..., None]).sum(2)
     score = torch.where(drawn, tile_max / temperature + torch.log(tile_sum), tile_max)
+    is_masked = (tile_max.amax(1) == -torch.inf) & (tile_sum == 0).all(1)
     finite = torch.isfinite(tile_sum).all(1) & torch.isfinite(tile_max.amax(1))
-    tiles = torch.arange(num_tiles, device=x.device)
+    tiles = first_token // TILE + torch.arange(num_tiles, device=x.device)
     score = torch.where(drawn, score + gumbel_ref(seeds, positions, tiles, 1), score)
     tile = score.argmax(1, keepdim=True)
+    value = torch.where(finite, score.gather(1, tile)[:, 0], torch.inf)
+    value = torch.where(is_masked, -torch.inf, value)
     within = x.gather(1, tile[..., None].expand(-1, 1, TILE))[:, 0]
-    index = tile * TILE + torch.arange(TILE, device=x.device)
+    index = first_token + tile * TILE + torch.arange(TILE, device=x.device)
     noisy = within / temperature + gumbel_ref(seeds, positions, index, 2)
-    token = tile[:, 0] * TILE + torch.where(drawn, noisy, within).argmax(1)
-    return torch.where(finite, token, -1)
+    token = first_token + tile[:, 0] * TILE + torch.where(drawn, noisy, within).argmax(1)
+    return torch.where(finite, token, -1), value
 
 
 @triton.jit
@@ -128,9 +142,9 @@ def _tile_scores_kernel(
 
 @triton.jit
 def _draw_kernel(
-    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, scores_ptr, out_ptr, row_stride,
-    vocab, num_tiles,
-    BLOCK_TILES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, temperatures_ptr, seeds_ptr, positions_ptr, scores_ptr, out_ptr, values_ptr,
+    row_stride, vocab, num_tiles, first_token,
+    BLOCK_TILES: tl.constexpr, TILE: tl.constexpr, SHARD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row: draw the tile, then the token in it. The last kernel of a step, it releases no
     successor early, so that the next step may read its state ahead of any wait."""
@@ -143,23 +157,25 @@ def _draw_kernel(
     within = tl.arange(0, TILE)
     tile_noise = tl.zeros([BLOCK_TILES], tl.float32)
     if t > 0.0:
-        tile_noise = _gumbel(seed, tile, position, 1)
+        tile_noise = _gumbel(seed, first_token // TILE + tile, position, 1)
     if PDL:
         gdc_wait()
     lowest = -float("inf")
     score = tl.load(scores_ptr + row * num_tiles + tile, mask=tile < num_tiles, other=lowest)
     score = tl.where(score == score, score, float("inf"))
     highest = tl.max(score, 0)
-    _, winner = tl.max(score + tile_noise, 0, return_indices=True)
+    value, winner = tl.max(score + tile_noise, 0, return_indices=True)
     index = winner * TILE + within
     x_ptr = logits_ptr + row.to(tl.int64) * row_stride + index
     x = tl.load(x_ptr, mask=index < vocab, other=lowest).to(tl.float32)
     if t > 0.0:
-        x = x / temperature + _gumbel(seed, index, position, 2)
+        x = x / temperature + _gumbel(seed, first_token + index, position, 2)
     _, best = tl.max(x, 0, return_indices=True)
     finite = (highest > lowest) & (highest < float("inf"))
-    token = tl.where(finite, winner * TILE + best, -1)
+    token = tl.where(finite, first_token + winner * TILE + best, -1)
     tl.store(out_ptr + row, token.to(out_ptr.dtype.element_ty))
+    if SHARD:
+        tl.store(values_ptr + row, value)
 
 
 def sample(
@@ -168,6 +184,8 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
     out: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    first_token: int = 0,
 ) -> torch.Tensor:
     """One token a row, from softmax(logits / temperature).
 
@@ -176,11 +194,18 @@ def sample(
     seeds: int64 or int32 [B] noise key of each row.
     positions: int64 or int32 [B] a counter that no row repeats: the position of the token to draw.
     out: int64 or int32 [B] to write, or None for a new int64 one.
+    first_token: these are the logits of the vocabulary from this one on, a multiple of TILE.
+    values: fp32 [B] to write: with which value a row's token won the race. Of the draws from parts
+        of a vocabulary the one with the largest value is the draw from all of it; -inf where all
+        is masked, inf where a logit is not finite.
     Returns out; -1 in rows whose largest logit is not finite (NaN, infinity, everything masked).
     """
     batch, vocab = logits.shape
+    assert first_token % TILE == 0, first_token
     if not launch.use_triton(logits) or batch == 0:
-        tokens = sample_ref(logits, temperatures, seeds, positions)
+        tokens, won_with = race_ref(logits, temperatures, seeds, positions, first_token)
+        if values is not None:
+            values.copy_(won_with)
         return tokens if out is None else out.copy_(tokens)
     if out is None:
         out = torch.empty(batch, dtype=torch.int64, device=logits.device)
@@ -194,8 +219,9 @@ def sample(
         TILES=tiles_per_program, TILE=TILE, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     _draw_kernel[(batch,)](
-        logits, temperatures, seeds, positions, scores, out, logits.stride(0), vocab, num_tiles,
-        BLOCK_TILES=launch.next_power_of_2(num_tiles), TILE=TILE, PDL=pdl, num_warps=8,
-        launch_pdl=pdl,
+        logits, temperatures, seeds, positions, scores, out, values, logits.stride(0), vocab,
+        num_tiles, first_token,
+        BLOCK_TILES=launch.next_power_of_2(num_tiles), TILE=TILE, SHARD=values is not None, PDL=pdl,
+        num_warps=8, launch_pdl=pdl,
     )  # fmt: skip
     return out

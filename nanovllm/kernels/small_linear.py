@@ -369,6 +369,7 @@ def small_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     next_norm_weight: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """x @ weight^T with what stands before and after it in a decoder layer.
 
@@ -379,6 +380,7 @@ def small_linear(
     sum_squares: fp32 [parts, >= M]; x is a stream * norm weight, these are parts of the stream's
         sums of squares, and the result is multiplied by 1/rms (not gemv).
     residual, next_norm_weight: dtype [M, N] and [N], with RESIDUAL.
+    out: dtype [M, N] contiguous, to write to with a configuration; None for a new one.
     Returns (out, None, None); with RESIDUAL (sum, sum * next_norm_weight, parts of the sum's
     squares [parts, >= M]), the last two None from a gemv.
     """
@@ -389,7 +391,9 @@ def small_linear(
     (m, k), n = x.shape, weight.shape[0] // (2 if epilogue == SILU else 1)
     assert weight.is_contiguous() and x.stride(1) == 1, (weight.stride(), x.stride())
     assert residual is None or residual.is_contiguous(), residual.stride()
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    assert out.is_contiguous(), out.stride()
     pdl = launch.gpu(x.device).pdl
     columns = launch.cdiv(n, chosen.block_n)
     if chosen.kind == "gemv":

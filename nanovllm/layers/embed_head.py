@@ -1,14 +1,17 @@
 """Token embedding and LM head, split over the ranks by vocabulary.
 
-Owns the vocabulary's padding: when it does not divide by the number of ranks it is padded to the
-next multiple, 10 tokens on 4 ranks being 3 + 3 + 3 + 1 and two rows of padding. Padding has no
-token id, so it is never looked up, and its logits are cut off, so it is never sampled.
+Owns the vocabulary's padding: each of several ranks holds the same number of rows, a multiple of
+the sampler's tile, so that a draw does not depend on the number of ranks. 300 tokens on 2 ranks are
+256 and 44, and 212 rows of padding. Padding has no token id, so it is never looked up, and its
+logits are cut off, so it is never sampled.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from nanovllm.kernels import sample
+from nanovllm.layers.collectives import gather_columns, sum_rows
 from nanovllm.layers.linear import ShardId, make_parameter
 from nanovllm.utils import distributed
 
@@ -23,7 +26,9 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         # As it is now: another engine of this process may form a group later.
         self.tp_size = distributed.tp_size()
-        self.num_rows = -(-vocab_size // self.tp_size)
+        self.num_rows = vocab_size
+        if self.tp_size > 1:
+            self.num_rows = -(-vocab_size // (self.tp_size * sample.TILE)) * sample.TILE
         self.first_row = distributed.tp_rank() * self.num_rows
         if tied_weight is None:
             tied_weight = make_parameter(
@@ -47,23 +52,27 @@ class VocabParallelEmbedding(nn.Module):
         local_ids = input_ids - self.first_row
         is_elsewhere = (local_ids < 0) | (local_ids >= self.num_rows)
         embeddings = F.embedding(local_ids.masked_fill(is_elsewhere, 0), self.weight)
-        embeddings = embeddings.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-        return distributed.all_reduce(embeddings)
+        embeddings = embeddings.masked_fill_(is_elsewhere.unsqueeze(-1), 0.0)
+        return sum_rows(lambda rows, out: out.copy_(embeddings[rows]), embeddings)
 
 
 class ParallelLMHead(VocabParallelEmbedding):
     """The same rows read as output weights; `tied_weight` is the embedding's parameter."""
 
-    def forward(  # type: ignore[override]  # ids in for the embedding, hidden states in for this
-        self, hidden_states: torch.Tensor, out: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
-        """hidden_states: float [num_rows, hidden_size]; returns [num_rows, vocab_size] on rank
-        0, None on the others."""
+    @property
+    def num_tokens(self) -> int:
+        """How many of this rank's rows are tokens; the rest is padding."""
+        return max(0, min(self.num_rows, self.vocab_size - self.first_row))
+
+    def forward(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """hidden_states: float [n, hidden_size]; returns this rank's logits, [n, num_rows]."""
+        if out is None:
+            return F.linear(hidden_states, self.weight)
+        return torch.mm(hidden_states, self.weight.t(), out=out)
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """All logits, float [n, vocab_size], on rank 0 from each rank's; None on the others."""
         if self.tp_size == 1:
-            if out is None:
-                return F.linear(hidden_states, self.weight)
-            return torch.mm(hidden_states, self.weight.t(), out=out)
-        logits = distributed.gather_to_rank0(F.linear(hidden_states, self.weight))
-        if logits is None or out is None:
-            return None if logits is None else logits[:, : self.vocab_size]
-        return out.copy_(logits[:, : self.vocab_size])
+            return logits
+        joined = gather_columns(logits)
+        return None if joined is None else joined[:, : self.vocab_size]

@@ -16,6 +16,7 @@ from torch import nn
 
 from nanovllm.kernels.norm_linear import (
     NormInput,
+    linear_into,
     norm_linear,
     norm_linear_silu_mul,
     normalize,
@@ -24,6 +25,7 @@ from nanovllm.kernels.norm_linear import (
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.small_linear import LinearWorkspace, linear_workspace
+from nanovllm.layers.collectives import sum_add_norm
 from nanovllm.utils import distributed
 
 # Which part of a parameter a checkpoint tensor fills; None for a parameter of one part.
@@ -219,14 +221,22 @@ class RowParallelLinear(nn.Module):
         norm_weight: float [output_size] and eps, of the norm that reads the new stream
         returns: the new stream with that norm
         """
+        workspace = _workspace(residual.device)
         if self.tp_size == 1 and self.bias is None:
-            workspace = _workspace(residual.device)
             return residual_linear(
                 hidden_states, self.weight, residual, norm_weight, eps, workspace
             )
-        # One rank adds the bias, or the sum would hold it tp_size times.
-        out = F.linear(hidden_states, self.weight, self.bias if self.tp_rank == 0 else None)
-        if self.tp_size > 1:
-            distributed.all_reduce(out)
-        normed, stream = add_rms_norm(out, residual, norm_weight, eps)
+
+        def addend(rows: slice, out: torch.Tensor) -> None:
+            linear_into(hidden_states[rows], self.weight, workspace, out)
+            # One rank adds the bias, or the sum would hold it tp_size times.
+            if self.bias is not None and self.tp_rank == 0:
+                out += self.bias
+
+        if self.tp_size == 1:
+            out = torch.empty_like(residual)
+            addend(slice(None), out)
+            normed, stream = add_rms_norm(out, residual, norm_weight, eps)
+        else:
+            normed, stream = sum_add_norm(addend, residual, norm_weight, eps)
         return NormInput(stream, norm_weight, eps, normed=normed)

@@ -1,23 +1,81 @@
 """Tensor-parallel communication: the only file that calls torch.distributed.
 
-Owns this process's rank, the number of ranks and the process group between them. Knows nothing
-about what is sent. With one rank there is no group and no port, and every function is the identity.
+Owns this process's rank, the number of ranks, the process group between them and, on GPUs that can
+reach each other, memory that all ranks read. Knows nothing about what is sent. With one rank there
+is no group and no port, and every function is the identity.
 """
 
+import contextlib
+import itertools
+import logging
+import os
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+logger = logging.getLogger("nanovllm")
+
+# How a rank's PeerMemory is laid out: flags, pairs of words, two slots. In bytes but for counts.
+MAX_MEETINGS = 1024  # programs of a kernel that meet themselves on other ranks
+MAX_PAIRS = 4096
+_MAX_RANKS = 8
+_LEAVE_SECONDS = 5.0
+PAIRS_AT = 4 * MAX_MEETINGS * _MAX_RANKS
+_SLOTS_AT = PAIRS_AT + 8 * MAX_PAIRS
+_SLOT_BYTES = 8 << 20
+
+
+class Slot(NamedTuple):
+    rows: torch.Tensor  # [M, K] to write to, in this rank's memory
+    offset: int  # bytes from the start of every rank's memory
+
+
+@dataclass(frozen=True)
+class PeerMemory:
+    """Device memory of each rank that all of them read (kernels/all_reduce.py says how)."""
+
+    rank: int
+    size: int
+    memory: torch.Tensor  # uint8, this rank's
+    addresses: torch.Tensor  # int64 [size] on the device: where each rank's lies for this one
+    abort: torch.Tensor  # int32 [1] of the host; not 0: nobody waits any longer
+    handle: Any = None  # of torch, keeps the others' memory mapped
+    _turn: Iterator[int] = field(default_factory=lambda: itertools.cycle((0, 1)))
+
+    @staticmethod
+    def num_bytes() -> int:
+        return _SLOTS_AT + 2 * _SLOT_BYTES
+
+    def rows_of_a_slot(self, row_bytes: int) -> int:
+        """Rows of this size that fit; 0 for sizes that kernels do not read at once."""
+        return 0 if row_bytes % 16 else _SLOT_BYTES // row_bytes
+
+    def max_rows(self, row_bytes: int) -> int:
+        """Rows up to which sums are faster here than by NCCL, where a rank does not read all that
+        the others have. Of two ranks each has to."""
+        rows = self.rows_of_a_slot(row_bytes)
+        return rows // (self.size - 1) if self.size > 2 or not rows else 1 << 40
+
+    def next_slot(self, like: torch.Tensor) -> Slot:
+        """A place for this rank's addend to a sum like this one, [M, K]; every other call gives
+        the same."""
+        offset = _SLOTS_AT + next(self._turn) * _SLOT_BYTES
+        num_bytes = like.numel() * like.element_size()
+        assert num_bytes <= _SLOT_BYTES, like.shape
+        rows = self.memory[offset : offset + num_bytes].view(like.dtype).view(like.shape)
+        return Slot(rows, offset)
 
 
 @dataclass(frozen=True)
 class _Group:
     rank: int = 0
     size: int = 1
-    # Where small tensors made here must live for the backend to accept them.
     device: torch.device = torch.device("cpu")
+    peers: PeerMemory | None = None
 
 
 _ALONE = _Group()
@@ -34,6 +92,8 @@ def init(
 ) -> None:
     """Join the group of `size` ranks as `rank`; one rank needs none and joins none.
 
+    backend: torch's name of the library; numbers on the host need one that takes the CPU's tensors.
+
     is_hopeless: looked at while the others have not come; True raises ConnectionError.
     """
     global _group
@@ -46,16 +106,17 @@ def init(
         raise ValueError(f"rank: got {rank}, needs 0 <= rank < {size}, try one of these ranks")
     if size == 1:
         return
-    # Naming the device lets NCCL connect now, so a broken link shows here and not in a step.
-    device_id = device if device.type == "cuda" else None
+    # NCCL's watchdog would end this process, which may be the user's, when another rank dies.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # Programs that use multicast over NVLink can put a host's GPUs out of service.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
     # Nothing gets a thread out of that call, so it is one that may be left behind.
     failures: list[BaseException] = []
 
     def join() -> None:
         try:
-            dist.init_process_group(
-                backend, init_method=init_method, world_size=size, rank=rank, device_id=device_id
-            )
+            dist.init_process_group(backend, init_method=init_method, world_size=size, rank=rank)
         except BaseException as error:
             failures.append(error)
 
@@ -68,14 +129,76 @@ def init(
     if failures:
         raise failures[0]
     _group = _Group(rank, size, device)
+    if device.type == "cuda":
+        _group = _Group(rank, size, device, _share_memory(rank, size, device))
+        if _group.peers is None:
+            # NCCL connects when it is first used: a broken link shows here and not in a step.
+            dist.all_reduce(torch.zeros(1, device=device))
+
+
+def _share_memory(rank: int, size: int, device: torch.device) -> PeerMemory | None:
+    """Memory between the ranks' GPUs, or None where one of them cannot have it."""
+    peers = None
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        # Other kinds of it free memory together with all ranks, for which a rank that closes waits.
+        if symmetric.get_backend(device) != "CUDA":
+            symmetric.set_backend("CUDA")
+        memory = symmetric.empty(PeerMemory.num_bytes(), dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        world: Any = dist.group.WORLD
+        handle = symmetric.rendezvous(memory, world)
+        addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        peers = PeerMemory(rank, size, memory, addresses, abort, handle)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        logger.info("nanovllm: rank %d shares no memory with others (%s); NCCL sums", rank, error)
+    # Also the barrier that no rank's flags are touched before they are zero.
+    return peers if min_over_ranks(peers is not None) else None
 
 
 def destroy() -> None:
     """Leave the group; harmless when there is none."""
     global _group
-    if _group is not _ALONE:
-        _group = _ALONE
-        dist.destroy_process_group()
+    group, _group = _group, _ALONE
+    if group is _ALONE:
+        return
+    group = _ALONE  # its memory goes first
+    # Nothing gets a thread out of that call either, should another rank be gone.
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True, name="leaving")
+    leaving.start()
+    leaving.join(_LEAVE_SECONDS)
+    if leaving.is_alive():
+        logger.warning("nanovllm: the ranks' process group did not end and is left behind")
+
+
+def abort() -> None:
+    """Let nobody here wait for other ranks any longer, from any thread; what they share is void.
+
+    Work in flight then ends with values of no meaning; of the group only `destroy` is left.
+    """
+    group = _group
+    if group.device.type != "cuda":
+        return  # gloo notices by itself
+    if group.peers is not None:
+        group.peers.abort.fill_(1)
+    with contextlib.suppress(Exception):
+        world: Any = dist.group.WORLD
+        world._get_backend(group.device).abort()
+
+
+def max_rows_of_sums(row_bytes: int) -> int:
+    """Rows of this size up to which sums over ranks need no library."""
+    if _group.peers is None:
+        return 1 << 40 if _group.size == 1 else 0
+    return _group.peers.max_rows(row_bytes)
+
+
+def peer_memory() -> PeerMemory | None:
+    """What all ranks read, where there is such memory."""
+    return _group.peers
 
 
 def tp_rank() -> int:
@@ -114,20 +237,22 @@ def gather_to_rank0(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
     return torch.cat(parts, dim)
 
 
-def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-    """Copy rank `src`'s values to every rank, in place.
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Every rank's tensor, on each of them.
 
-    tensor: any type [...] of the same shape on every rank; returned.
+    tensor: any type [...] of the same shape on every rank; returns [ranks, ...].
     """
-    if _group.size > 1:
-        dist.broadcast(tensor, src)
-    return tensor
+    if _group.size == 1:
+        return tensor[None]
+    parts = [torch.empty_like(tensor) for _ in range(_group.size)]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.stack(parts)
 
 
 def min_over_ranks(value: int) -> int:
     """The smallest `value` of all ranks, on every rank."""
     if _group.size == 1:
         return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=_group.device)
+    tensor = torch.tensor([value], dtype=torch.int64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
     return int(tensor.item())

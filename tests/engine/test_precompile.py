@@ -8,6 +8,7 @@ import pkgutil
 import re
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nanovllm.config import Config, load_hf_config
 from nanovllm.engine import cuda_graph, precompile
 from nanovllm.engine.precompile import Compilation, _Compiler, start_compiling
 from nanovllm.kernels import launch, sample
+from nanovllm.utils import distributed
 
 
 def fork_child(body) -> tuple[int, int]:
@@ -59,7 +61,8 @@ def test_nothing_is_forked_for_the_cpu(tmp_path, monkeypatch):
         assert start_compiling(config, None, 64) is None
 
 
-def test_the_stand_in_walks_through_every_kernel_of_a_start(monkeypatch):
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_stand_in_walks_through_every_kernel_of_a_start(num_ranks, monkeypatch):
     """With a count in place of Triton's launch: no GPU is needed."""
     driver = pytest.importorskip("triton.runtime").driver
     launches: collections.Counter[str] = collections.Counter()
@@ -77,12 +80,26 @@ def test_the_stand_in_walks_through_every_kernel_of_a_start(monkeypatch):
     monkeypatch.setattr(torch, "mm", torch.mm)
     for name in ("linear", "embedding"):
         monkeypatch.setattr(torch.nn.functional, name, getattr(torch.nn.functional, name))
-    precompile._compute_nothing()
+    for name in ("_group", "all_reduce", "min_over_ranks"):
+        monkeypatch.setattr(distributed, name, getattr(distributed, name))
+    precompile._compute_nothing(num_ranks)
     checkpoint = Path(__file__).parents[1] / "assets" / "tiny-qwen3"
     config = Config(model=str(checkpoint), load_format="dummy", num_kvcache_blocks=512)
-    _Compiler(config, load_hf_config(checkpoint), 1024).walk()
-    assert set(launches) == set(all_kernels())
+    config = replace(config, tensor_parallel_size=num_ranks)
+    for hf_config in (load_hf_config(checkpoint), with_experts(load_hf_config(checkpoint))):
+        _Compiler(config, hf_config, 1024).walk()
+    between_ranks = {"sum_kernel", "pick_best_kernel"}
+    assert set(launches) == set(all_kernels()) - (between_ranks if num_ranks == 1 else set())
     assert min(launches.values()) >= 2
+
+
+def with_experts(hf_config):
+    """The same model with a mixture of experts in each layer."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    others = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    fields = {**vars(hf_config), **experts, **others}
+    fields.update(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe")
+    return types.SimpleNamespace(**fields)
 
 
 def all_kernels() -> list[str]:

@@ -47,7 +47,7 @@ def harm(kind: str, victim: int) -> float:
 def make(num_ranks: int, step_timeout: float) -> LLM:
     return LLM(
         str(CHECKPOINT),
-        device="cpu",
+        device=os.environ.get("NANOVLLM_FAULTS_DEVICE", "cpu"),
         num_kvcache_blocks=16,
         tensor_parallel_size=num_ranks,
         step_timeout=step_timeout,

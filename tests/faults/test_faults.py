@@ -1,4 +1,7 @@
-"""R8, R9, R11: whatever ends a rank, the caller knows within 2 s, and nothing is left behind."""
+"""R8, R9, R11: whatever ends a rank, the caller knows within 2 s, and nothing is left behind.
+
+With NANOVLLM_FAULTS_DEVICE=cuda on a machine with two GPUs: the same over NCCL, within 5 s.
+"""
 
 import json
 import os
@@ -13,7 +16,8 @@ import pytest
 HERE = Path(__file__).parent
 PHASES = ["start", "idle", "prefill", "decode", "shutdown"]
 RANKS = [(2, 0), (2, 1), (4, 0), (4, 1), (4, 2), (4, 3)]
-LIMIT_S = 2.0
+ON_GPUS = os.environ.get("NANOVLLM_FAULTS_DEVICE") == "cuda"
+LIMIT_S = 5.0 if ON_GPUS else 2.0
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,14 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from cases import rope_table  # noqa: E402
 
-from nanovllm.kernels import launch, paged_attention, prefill_attention, small_linear  # noqa: E402
+from nanovllm.kernels import (  # noqa: E402
+    grouped_gemm,
+    launch,
+    paged_attention,
+    prefill_attention,
+    small_linear,
+)
+from nanovllm.kernels.moe_routing import route_ref, routing  # noqa: E402
 from nanovllm.kernels.qk_norm_rope import norm_rope_ref, qk_norm_rope  # noqa: E402
 from nanovllm.kernels.rms_norm import (  # noqa: E402
     add_rms_norm,
@@ -290,6 +297,37 @@ def linear_cases(small):
                     yield linear_case(model, name, m)
 
 
+def moe_case(tokens, hidden=2048, inter=768, experts=128, top_k=8, chosen=None, label="moe"):
+    """Router's logits to the normed stream; the weights read are those of the experts picked."""
+    expert_size = 3 * hidden * inter
+    layers = 3  # of 1.2 GB: other layers pick other experts
+    gate_up = rand(layers, experts, 2 * inter, hidden, scale=hidden**-0.5)
+    down = rand(layers, experts, hidden, inter, scale=inter**-0.5)
+    logits = rand(layers, tokens, experts)
+    x, residual, norm = rand(tokens, hidden), rand(tokens, hidden), rand(hidden)
+    picked = [len(route_ref(row, top_k, True)[1].unique()) for row in logits]
+    unit, work = "TB/s", sum(picked) / layers * expert_size * 2
+    if tokens * top_k / experts > 64:  # beyond, products take longer than reading
+        unit, work = "TFLOP/s", tokens * top_k * expert_size * 2
+
+    def run(i):
+        copies = grouped_gemm.expert_copies(x, logits[i], gate_up[i], down[i], top_k, True, chosen)
+        grouped_gemm.sum_copies_add_rms_norm(copies, residual, norm, EPS)
+
+    def routed(i):
+        routing(logits[i], top_k, True, 16 if tokens < 128 else 128)
+
+    return Case(f"{label} T={tokens}", run, layers, work, unit, {"routing alone": routed})
+
+
+def moe_cases(small):
+    """Qwen3-30B-A3B, and its share on each of two ranks."""
+    for tokens in (1, 2, 8, 32, 64, 128, 256, 1024, 4096):
+        yield moe_case(tokens)
+    for tokens in (1, 8, 64) if not small else ():
+        yield moe_case(tokens, inter=384, label="moe, half")
+
+
 def elementwise_cases(small):
     hidden, num_heads, num_kv_heads, inter = MODELS["0.6B"]
     width = (num_heads + 2 * num_kv_heads) * 128
@@ -398,13 +436,35 @@ def sweep_cases(small):
                 yield Case(f"sweep {case.name} {block_n} {warps}", case.run, case.layers, case.work)
 
 
+def moe_sweep_cases(small):
+    """The same beside the table of grouped_gemm, for few rows an expert and for many."""
+    few = [(16, (32, 32), 128, 4, True), (16, (64, 64), 64, 4, True), (16, (64, 64), 128, 4, True),
+           (16, (64, 64), 256, 4, True), (16, (64, 128), 128, 4, True),
+           (16, (128, 128), 64, 4, True), (16, (64, 64), 128, 4, False),
+           (16, (64, 64), 128, 8, True), (32, (64, 64), 64, 4, True), (32, (64, 64), 128, 4, True),
+           (32, (128, 128), 64, 4, True), (32, (64, 64), 128, 4, False)]  # fmt: skip
+    many = [(64, (64, 64), 64, 4), (64, (64, 128), 64, 4), (64, (64, 64), 128, 4),
+            (64, (128, 128), 64, 8), (128, (64, 128), 64, 4), (128, (64, 128), 64, 8),
+            (128, (128, 128), 64, 8), (128, (128, 256), 64, 8),
+            (128, (128, 128), 32, 8)]  # fmt: skip
+    for configs, tokens in ((few, (1, 8, 64, 256)), (many, (256, 1024, 4096))):
+        for num_tokens in tokens:
+            for chosen in configs:
+                label = f"sweep moe {chosen}"
+                yield moe_case(num_tokens, chosen=grouped_gemm.Config(*chosen), label=label)
+
+
 SECTIONS = {
     "attention": attention_cases,
     "prefill": prefill_cases,
     "linear": linear_cases,
+    "moe": moe_cases,
     "elementwise": elementwise_cases,
     "sample": sample_cases,
 }
+
+
+SWEEPS = {"sweep": sweep_cases, "sweep_moe": moe_sweep_cases}
 
 
 def compile_in_parallel(names, small):
@@ -418,14 +478,14 @@ def compile_in_parallel(names, small):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, "sweep"], default=list(SECTIONS))
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, *SWEEPS], default=list(SECTIONS))
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    sections = SECTIONS | {"sweep": sweep_cases}
-    names = options.only + (["sweep"] if options.sweep else [])
+    sections = SECTIONS | SWEEPS
+    names = options.only + ([*SWEEPS] if options.sweep else [])
     if options.compile:
         for name in names:
             for case in sections[name](options.small):

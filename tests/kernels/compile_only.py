@@ -94,7 +94,7 @@ def main():
     bench.rand = lambda *shape, scale=1.0: torch.empty(shape, dtype=bench.DTYPE)  # never touched
     seen = set()
     for section in sys.argv[1:] or bench.SECTIONS:
-        sections = bench.SECTIONS | {"sweep": bench.sweep_cases}
+        sections = bench.SECTIONS | bench.SWEEPS
         for case in sections[section](small=False):
             with compile_only() as compiled:
                 case.run(0)

@@ -15,7 +15,7 @@ from nanovllm.layers.linear import (
 )
 from nanovllm.utils import distributed
 
-HIDDEN, HEAD_DIM, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 24, 10, 6, 2, 28, 37
+HIDDEN, HEAD_DIM, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 24, 10, 6, 2, 28, 293
 
 
 def random_weights():
@@ -89,16 +89,16 @@ def check_row_parallel(w, rank, size):
 def check_embedding_and_head(w, rank, size):
     embedding = VocabParallelEmbedding(VOCAB, HIDDEN)
     load(embedding.weight, w["embedding"])
-    ids = torch.tensor([0, VOCAB - 1, 18, 19, 20, 0], dtype=torch.int32)
+    ids = torch.tensor([0, VOCAB - 1, 255, 256, 257, 0], dtype=torch.int32)
     assert torch.equal(embedding(ids), w["embedding"][ids])
     head = ParallelLMHead(VOCAB, HIDDEN, embedding.weight)
     assert head.weight is embedding.weight
     for rows in (None, torch.tensor([4, 0]), torch.tensor([2])):
-        logits = head(w["x"] if rows is None else w["x"][rows])
+        wanted = w["x"] if rows is None else w["x"][rows]
+        logits = head.gather(head(wanted))
         if rank > 0:
             assert logits is None
             continue
-        wanted = w["x"] if rows is None else w["x"][rows]
         torch.testing.assert_close(logits, wanted @ w["embedding"].T)
 
 
@@ -152,7 +152,7 @@ def test_every_query_head_finds_its_kv_head_on_its_rank(num_kv_heads, tp_size, b
 
 
 def test_padding_of_the_vocabulary_has_no_logits(monkeypatch):
-    """37 tokens on 2 ranks are 19 and 18: the row without a token must not be seen by a sampler."""
+    """293 tokens on 2 ranks are 256 and 37: rows without a token must not be seen by a sampler."""
     parts = []
     monkeypatch.setattr(distributed, "gather_to_rank0", lambda x: torch.cat((x, parts[0]), -1))
     weights = random_weights()
@@ -161,9 +161,10 @@ def test_padding_of_the_vocabulary_has_no_logits(monkeypatch):
         head = ParallelLMHead(VOCAB, HIDDEN)
         head.weight.data.fill_(float("nan"))
         load(head.weight, weights["embedding"])
-        assert head.weight.shape == (19, HIDDEN) and head.weight.isfinite().all()
+        assert head.num_tokens == (256, 37)[rank]
+        assert head.weight.shape == (256, HIDDEN) and head.weight.isfinite().all()
         parts.append(F.linear(weights["x"], head.weight))
-    logits = head(weights["x"])
+    logits = head.gather(head(weights["x"]))
     torch.testing.assert_close(logits, weights["x"] @ weights["embedding"].T)
 
 
@@ -178,7 +179,7 @@ def test_layers_keep_the_group_they_were_built_in(monkeypatch):
         monkeypatch.setattr(distributed, function, lambda *_: pytest.fail("communication"))
     layer(torch.randn(3, 6), torch.randn(3, 4), torch.ones(4), 1e-6)
     embedding(torch.tensor([1, 8]))
-    assert head(torch.randn(3, 4)).shape == (3, 9)
+    assert head.gather(head(torch.randn(3, 4))).shape == (3, 9)
 
 
 def test_size_that_does_not_divide_is_refused_with_the_numbers(monkeypatch):
