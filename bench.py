@@ -39,7 +39,10 @@ SHAPES = {
     "8B": (4096, 36, 32, 8, 12288, False),
     "14B": (5120, 40, 40, 8, 17408, False),
     "32B": (5120, 64, 64, 8, 25600, False),
+    "30B-A3B": (2048, 48, 32, 4, 6144, False),
 }
+# Of those with experts: their number, how many a token goes to, their intermediate size.
+EXPERTS = {"30B-A3B": (128, 8, 768)}
 # num_seqs, shortest and longest prompt, shortest and longest output.
 NANO_VLLM = (256, (100, 1024), (100, 1024))
 NANO_VLLM_TOKENS = (142_827, 133_966)  # prompt and output tokens of that workload with seed 0
@@ -86,6 +89,18 @@ def write_dummy(size: str, folder: Path) -> None:
         "torch_dtype": "bfloat16",
         "vocab_size": VOCAB_SIZE,
     }
+    if size in EXPERTS:
+        num_experts, num_experts_per_tok, moe_intermediate = EXPERTS[size]
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": moe_intermediate,
+            "norm_topk_prob": True,
+            "num_experts": num_experts,
+            "num_experts_per_tok": num_experts_per_tok,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUNDLED / name, folder)
@@ -199,27 +214,45 @@ def write_trace(llm: LLM, prompts: list[list[int]], file: str) -> None:
 def count_work(config: Any, itemsize: int, requests: Requests, max_num_seqs: int) -> Work:
     """A replay of the lengths, max_num_seqs at once and in order.
 
-    config: transformers', of a dense decoder. itemsize: bytes of a weight and of a K or V value.
+    config: transformers'. itemsize: bytes of a weight and of a K or V value. Of a layer's experts
+    a step reads those that some sequence goes to, if each goes to some at random.
     """
     hidden, num_layers = config.hidden_size, config.num_hidden_layers
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     q_size = config.num_attention_heads * head_dim
     kv_size = config.num_key_value_heads * head_dim
-    per_layer = 2 * hidden * (q_size + kv_size) + 3 * hidden * config.intermediate_size
-    num_weights = num_layers * per_layer  # those of norms are too few to count
+    num_experts, per_token, expert_size = 1, 1, config.intermediate_size
+    num_shared = 2 * hidden * (q_size + kv_size)  # those of norms are too few to count
+    if getattr(config, "moe_intermediate_size", None):
+        num_experts, per_token = config.num_experts, config.num_experts_per_tok
+        expert_size = config.moe_intermediate_size
+        num_shared += hidden * num_experts
+    num_of_expert = 3 * hidden * expert_size
     head = hidden * config.vocab_size  # read whole; of the embedding, only the tokens' rows
     places = [0] * max_num_seqs  # the decode step at which each is free again
     num_prompt_tokens = num_pairs = num_context_tokens = 0
+    changes: dict[int, int] = {}  # decode step -> sequences that begin less those that have ended
     for prompt, output_len in zip(*requests, strict=True):
         n, num_steps = len(prompt), output_len - 1  # the first token comes from the prompt
-        heapq.heapreplace(places, places[0] + num_steps)
+        first = heapq.heapreplace(places, places[0] + num_steps)
+        changes[first] = changes.get(first, 0) + 1
+        changes[first + num_steps] = changes.get(first + num_steps, 0) - 1
         num_prompt_tokens += n
         num_pairs += n * (n + 1) // 2  # of a query and a key that it sees
         num_context_tokens += num_steps * n + num_steps * (num_steps + 1) // 2
+    num_expert_reads, num_running = 0.0, 0  # in each layer
+    steps = sorted(changes)
+    for step, next_step in zip(steps, steps[1:], strict=False):
+        num_running += changes[step]
+        is_missed = (1 - per_token / num_experts) ** num_running
+        num_expert_reads += (next_step - step) * num_experts * (1 - is_missed)
+    shared_reads = max(places) * (num_layers * num_shared + head)
+    active = num_layers * (num_shared + per_token * num_of_expert)
     return Work(
         kv_bytes=num_context_tokens * 2 * num_layers * kv_size * itemsize,
-        weight_bytes=max(places) * (num_weights + head) * itemsize,
-        prompt_flops=2 * num_weights * num_prompt_tokens + 4 * num_layers * q_size * num_pairs,
+        weight_bytes=itemsize
+        * (shared_reads + round(num_layers * num_of_expert * num_expert_reads)),
+        prompt_flops=2 * active * num_prompt_tokens + 4 * num_layers * q_size * num_pairs,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
 LOAD_FORMATS = ("auto", "dummy")
+SCHEDULE_POLICIES = ("fcfs", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Config:
     num_kvcache_blocks: int | None = None  # pool size, >= 1; None: measured by kv_cache
     dtype: str = "auto"  # compute type; auto: the checkpoint's on CUDA, float32 on the CPU
     device: str = "auto"  # auto: CUDA where there is a GPU, else the CPU
+    schedule_policy: str = "fcfs"  # or "prefix": sharers of a prefix together; read by Scheduler
     attention_backend: str = "auto"  # a name from nanovllm.attention, or auto: the fastest
     load_format: str = "auto"  # auto: safetensors; dummy: random weights, for benchmarks
     seed: int = 0  # >= 0, of the sampler's random numbers
@@ -72,6 +74,7 @@ class Config:
         self._check_choice("dtype", DTYPES)
         self._check_choice("device", DEVICES)
         self._check_choice("load_format", LOAD_FORMATS)
+        self._check_choice("schedule_policy", SCHEDULE_POLICIES)
         if not isinstance(self.attention_backend, str):
             raise TypeError(f"attention_backend: got {self.attention_backend!r}, needs a name")
 
@@ -126,7 +129,9 @@ def resolve_checkpoint(model: str) -> Path:
 
     try:
         files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(model, allow_patterns=files))
+        # Some publish the weights a second time, in their authors' own layout.
+        others = ["consolidated*", "original/*"]
+        return Path(snapshot_download(model, allow_patterns=files, ignore_patterns=others))
     except Exception as error:  # the hub client's many network and lookup errors, same remedy
         raise ValueError(
             f"model: got {model!r}, which is not a directory here and could not be downloaded"
@@ -140,30 +145,50 @@ def resolve_checkpoint(model: str) -> Path:
 _LIMITS = {
     **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 2**24),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 2**16),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"), 2**12),
+    "moe_intermediate_size": 2**24,
     "num_hidden_layers": 2**9,
     "max_position_embeddings": 2**20,
 }
-# Fields for which a transformers config class would supply a default that we do not know.
+# Fields for which a transformers config class would supply a default that we do not know, by
+# architecture. A null stands for such a default too, except for those that may be null.
 _EXPLICIT_FIELDS = {
-    "architectures", "attention_bias", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
+    "hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings",
+    "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
+    "tie_word_embeddings", "vocab_size",
 }  # fmt: skip
+_FAMILY_FIELDS = {
+    "LlamaForCausalLM": {"attention_bias", "mlp_bias"},
+    "MistralForCausalLM": {"sliding_window"},
+    "Qwen2ForCausalLM": set[str](),
+    "Qwen3ForCausalLM": {"attention_bias", "head_dim"},
+    "Qwen3MoeForCausalLM": {
+        *("attention_bias", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size"),
+        *("norm_topk_prob", "num_experts", "num_experts_per_tok"),
+    },
+}
+_MAY_BE_NULL = {"max_window_layers", "sliding_window"}
 
 
 def load_hf_config(path: Path) -> Any:
     """The checkpoint's config.json as an object of its fields; ValueError naming the file if bad.
 
     transformers reads it where it leaves fields to a default. Where it says everything, its values
-    are all there is to know, and a start does not wait seconds for an import.
+    are all there is to know, and a start does not wait seconds for an import. Nor does one whose
+    architecture is not among ours: it will be refused by its name.
     """
     file = path / "config.json"
     if not file.is_file():
-        raise ValueError(f"model: {path} has no config.json, needs a checkpoint for transformers")
+        others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".bin", ".pt"))
+        raise ValueError(
+            f"model: {str(path)!r} has no config.json{' but ' * bool(others)}"
+            f"{', '.join(others[:5])}, needs a folder with config.json and *.safetensors, try the "
+            "safetensors version of this checkpoint"
+        )
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         _check_sizes(values)
-        if _EXPLICIT_FIELDS <= values.keys():
+        if _says_everything(values):
             return SimpleNamespace(**values)
         from transformers import AutoConfig
 
@@ -171,6 +196,20 @@ def load_hf_config(path: Path) -> Any:
         return AutoConfig.for_model(values.pop("model_type", None), **values)
     except Exception as error:  # transformers raises whatever its parsers raise
         raise ValueError(f"model: {file} cannot be read: {error}") from error
+
+
+def _says_everything(values: dict[str, Any]) -> bool:
+    """Whether no default of transformers is needed, or would be of no use."""
+    architecture = (values.get("architectures") or [None])[0]
+    if architecture not in _FAMILY_FIELDS:
+        return architecture is not None
+    needed = _EXPLICIT_FIELDS | _FAMILY_FIELDS[architecture]
+    if values.get("use_sliding_window"):
+        needed = needed | {"sliding_window", "max_window_layers"}
+    given = {name for name in values if values[name] is not None or name in _MAY_BE_NULL}
+    rope = values.get("rope_parameters") or {}
+    has_theta = "rope_theta" in given or (isinstance(rope, dict) and "rope_theta" in rope)
+    return has_theta and needed <= given
 
 
 def _check_sizes(values: dict[str, Any]) -> None:

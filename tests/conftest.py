@@ -38,7 +38,7 @@ def seed():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory):
-    """tiny_checkpoint(heads=4, ...) -> folder of a random Qwen3 checkpoint with that shape.
+    """tiny_checkpoint(heads=4, ...) -> folder of a random checkpoint, Qwen3's unless it says.
 
     The same arguments give the same folder: copy it before changing a file. Token ids are the 256
     bytes, then `SPECIAL_TOKENS`; the model's vocabulary may be larger.
@@ -46,7 +46,7 @@ def tiny_checkpoint(tmp_path_factory):
     made = {}
 
     def make(**shape):
-        key = tuple(sorted(shape.items()))
+        key = repr(sorted(shape.items()))
         if key not in made:
             made[key] = tmp_path_factory.mktemp("checkpoint")
             write_checkpoint(made[key], **shape)
@@ -69,10 +69,16 @@ def write_checkpoint(
     max_position=1024,
     dtype=torch.float32,
     seed=0,
+    family="qwen3",
+    **fields,
 ):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    """fields: of the family's config, by transformers' names."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3Config(
+    if family not in ("qwen2", "mistral"):
+        fields["attention_bias"] = attention_bias
+    config = AutoConfig.for_model(
+        family,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
@@ -81,13 +87,13 @@ def write_checkpoint(
         head_dim=head_dim,
         vocab_size=vocab,
         tie_word_embeddings=tied,
-        attention_bias=attention_bias,
         max_position_embeddings=max_position,
         bos_token_id=256,
         eos_token_id=258,
         pad_token_id=256,
+        **fields,
     )
-    model = Qwen3ForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     fill_weights(model, torch.Generator().manual_seed(seed))
     model.generation_config.eos_token_id = [258, 256]
     model.to(dtype).save_pretrained(folder)
@@ -107,7 +113,7 @@ def fill_weights(model, generator):
         elif "embed_tokens" in name or "lm_head" in name:
             param.copy_(0.4 * noise)
         else:
-            param.copy_(noise / param.size(1) ** 0.5)
+            param.copy_(noise / param.size(-1) ** 0.5)
 
 
 def write_tokenizer(folder):

@@ -55,6 +55,23 @@ def hf_logits(model, prompt: list[int], token_ids: list[int]) -> np.ndarray:
     return model(ids).logits[0, len(prompt) - 1 :].float().cpu().numpy()
 
 
+@torch.inference_mode()
+def hf_logits_of_all(model, prompts: list[list[int]], outputs: list[list[int]]) -> list[np.ndarray]:
+    """`hf_logits` of each prompt, those of the same length in one batch.
+
+    Where the argmax is our token at every place, transformers' greedy tokens are ours.
+    """
+    by_length: dict[int, list[int]] = {}
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        by_length.setdefault(len(prompt) + len(output), []).append(i)
+    found: dict[int, np.ndarray] = {}
+    for rows in by_length.values():
+        ids = torch.tensor([prompts[i] + outputs[i][:-1] for i in rows], device=model.device)
+        logits = model(ids).logits.float().cpu().numpy()
+        found.update({i: x[len(prompts[i]) - 1 :] for i, x in zip(rows, logits, strict=True)})
+    return [found[i] for i in range(len(prompts))]
+
+
 class RecordedLLM:
     """An LLM that also keeps the logits of each token it sampled, by request."""
 

@@ -59,6 +59,23 @@ def test_floor_reads_only_the_rows_of_an_untied_embedding_that_are_looked_up(ben
     assert work.weight_bytes == pytest.approx(2 * (8.191e9 - bench.VOCAB_SIZE * 4096), rel=1e-3)
 
 
+def test_floor_of_experts(bench, tmp_path):
+    """3.3B of 30.5B weights are a token's; of 64 sequences each expert has some with 98.4 %."""
+    config = dummy_config(bench, "30B-A3B", tmp_path)
+    embedding = bench.VOCAB_SIZE * 2048
+    one = bench.count_work(config, 2, ([[0]], [2]), 1)
+    assert one.weight_bytes == pytest.approx(2 * (3.345e9 - embedding), rel=5e-3)
+    many = bench.count_work(config, 2, ([[0]] * 512, [2] * 512), 512)
+    assert many.weight_bytes == pytest.approx(2 * (30.53e9 - embedding), rel=1e-3)
+    experts = 48 * 128 * 3 * 2048 * 768
+    half = bench.count_work(config, 2, ([[0]] * 64, [2] * 64), 64).weight_bytes
+    assert (many.weight_bytes - half) / 2 == pytest.approx(experts * (15 / 16) ** 64, rel=1e-3)
+    prompt = bench.count_work(config, 2, ([[0] * 100], [1]), 1)
+    attention = 4 * 48 * 4096 * 100 * 101 / 2
+    expected = 2 * 100 * (3.345e9 - 2 * embedding) + attention
+    assert prompt.prompt_flops == pytest.approx(expected, rel=5e-3)
+
+
 @pytest.mark.parametrize(
     ("max_num_seqs", "num_steps"),
     [

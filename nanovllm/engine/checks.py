@@ -18,9 +18,8 @@ def check_model(config: Config, hf_config: Any, checkpoint: Path) -> tuple[int, 
     if config.deterministic and select_device(config, 0).type == "cuda":
         raise ValueError("deterministic: got True on CUDA, needs the CPU, try device='cpu'")
     model_class = get_model_class(hf_config)
-    positions = getattr(hf_config, "max_position_embeddings", None) or config.max_model_len
-    max_model_len = min(config.max_model_len, positions)
-    model_class.check_config(hf_config, config.tensor_parallel_size, max_model_len)
+    tp_size, max_model_len = config.tensor_parallel_size, config.max_model_len
+    max_model_len = model_class.check_config(hf_config, tp_size, max_model_len)
     with torch.device("meta"):
         skeleton = model_class(hf_config)
     if config.load_format == "auto":

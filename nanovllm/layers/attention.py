@@ -10,7 +10,6 @@ from torch import nn
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.attention.torch_sdpa import TorchSDPABackend
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope
-from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.utils.context import get_context
 
 
@@ -45,33 +44,35 @@ class Attention(nn.Module):
         sum_squares: torch.Tensor | None,
         positions: torch.Tensor,
         cos_sin: torch.Tensor,
-        q_norm: RMSNorm,
-        k_norm: RMSNorm,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
     ) -> torch.Tensor:
         """Attend from the step's tokens to all they may see.
 
         qkv: float [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] packed; overwritten
         sum_squares: what is left to apply to qkv, see `norm_linear`
         positions: int [num_tokens]; cos_sin: the rotation table, see `qk_norm_rope`
+        q_norm, k_norm: float [head_dim] norm weights, both or neither; eps: of all norms
         returns: float [num_tokens, num_heads * head_dim]
         """
         ctx = get_context()
         k_cache, v_cache, backend = self.k_cache, self.v_cache, self.backend
-        norms = q_norm.weight, k_norm.weight
         if not ctx.is_prefill:
             assert k_cache is not None and v_cache is not None, "decode before bind()"
             if sum_squares is None and len(qkv) <= backend.fused_max_batch:
                 return backend.fused_decode(
-                    qkv, *norms, cos_sin, q_norm.eps, k_cache, v_cache, ctx
+                    qkv, q_norm, k_norm, cos_sin, eps, k_cache, v_cache, ctx
                 ).flatten(1)
         q, k, v = qk_norm_rope(
             qkv,
-            *norms,
+            q_norm,
+            k_norm,
             positions,
             cos_sin,
             self.num_kv_heads,
             self.head_dim,
-            q_norm.eps,
+            eps,
             k_cache,
             v_cache,
             None if k_cache is None else ctx.slot_mapping,

@@ -14,7 +14,14 @@ def test_known_architecture_is_found_by_name():
 
 @pytest.mark.parametrize(
     "architectures",
-    [["LlamaForCausalLM"], ["MistralForCausalLM"], ["Qwen3ForCausalLm"], ["Qwen3Model"], [], None],
+    [
+        ["GPT2LMHeadModel"],
+        ["Qwen3ForCausalLm"],
+        ["Qwen3Model"],
+        ["X", "Qwen3ForCausalLM"],
+        [],
+        None,
+    ],
 )
 def test_unknown_architecture_is_refused_with_the_known_ones(architectures):
     with pytest.raises(ValueError, match="architectures: got.*Qwen3ForCausalLM"):

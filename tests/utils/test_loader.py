@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
-from nanovllm.utils import distributed
+from nanovllm.utils import distributed, loader, weight_files
 from nanovllm.utils.loader import ModelLoadError, check_checkpoint, load_dummy, load_model
 
 CPU = torch.device("cpu")
@@ -163,6 +163,47 @@ def test_quantized_tensor_is_refused(folder):
     assert Q_PROJ in message and "I8" in message
 
 
+@pytest.mark.parametrize(
+    "leaf, maker",
+    [
+        ("qweight", "AWQ or GPTQ"),
+        ("weight_scale_inv", "fp8"),
+        ("weight_packed", "compressed-tensors"),
+        ("weight.absmax", "bitsandbytes"),
+    ],
+)
+def test_quantized_tensors_that_the_config_does_not_mention_are_named(leaf, maker, folder):
+    """GPTQ's older tools kept their settings in a file of their own."""
+    name = Q_PROJ.removesuffix("weight") + leaf
+    tensors = read(folder) | {name: torch.zeros(8, dtype=torch.int32)}
+    if leaf in ("qweight", "weight_packed"):
+        del tensors[Q_PROJ]
+    write(folder, tensors)
+    message = refusal(folder)
+    assert f"quantized by {maker}" in message and name in message
+    assert "try the float16 or bfloat16 checkpoint" in message
+
+
+def test_fp8_weights_are_refused_with_what_works(folder):
+    write(folder, read(folder) | {Q_PROJ: torch.zeros(64, 64).to(torch.float8_e4m3fn)})
+    message = refusal(folder)
+    assert Q_PROJ in message and "F8_E4M3" in message and "not a quantized one" in message
+
+
+@pytest.mark.parametrize(
+    "name, part",
+    [
+        ("visual.blocks.0.attn.qkv.weight", "vision"),
+        ("vision_tower.encoder.layers.0.mlp.fc1.weight", "vision"),
+        ("model.mtp.layers.0.mlp.up_proj.weight", "multi-token prediction"),
+    ],
+)
+def test_parts_beside_the_language_model_are_reported(name, part, folder):
+    write(folder, read(folder) | {name: torch.zeros(4, 4)})
+    message = refusal(folder)
+    assert name in message and message.endswith(f"of the language model alone, without {part}")
+
+
 def test_tensor_in_two_files_is_refused(folder):
     split_in_shards(folder)
     write(folder, load_file(folder / "b.safetensors") | {EMBEDDING: torch.zeros(259, 64)}, "c")
@@ -175,6 +216,34 @@ def test_missing_shard_is_named(folder):
     split_in_shards(folder)
     (folder / "b.safetensors").unlink()
     assert "b.safetensors" in refusal(folder)
+
+
+def test_index_that_names_the_wrong_file_is_refused(folder):
+    index, weight_map = split_in_shards(folder)
+    index.write_text(json.dumps({"weight_map": weight_map | {Q_PROJ: "a.safetensors"}}))
+    assert weight_map[Q_PROJ] == "b.safetensors"
+    message = refusal(folder)
+    assert f"{Q_PROJ} in a.safetensors, where only b.safetensors has it" in message
+
+
+def test_index_of_a_tensor_that_no_file_has_is_refused(folder):
+    index, weight_map = split_in_shards(folder)
+    index.write_text(json.dumps({"weight_map": weight_map | {"mtp.fc.weight": "a.safetensors"}}))
+    assert "mtp.fc.weight in a.safetensors, where it is not there" in refusal(folder)
+
+
+def test_hub_cache_of_links_is_read(folder, tmp_path):
+    """Each file of a snapshot is a link to a blob outside of it."""
+    tensors = read(folder)
+    split_in_shards(folder)
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
+    blobs = tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for i, file in enumerate(folder.iterdir()):
+        file.rename(blobs / str(i))
+        (snapshot / file.name).symlink_to(f"../../blobs/{i}")
+    assert_equal_to_file(load(snapshot), tensors)
 
 
 def test_files_outside_the_index_are_not_read(folder):
@@ -212,7 +281,7 @@ def test_truncated_file_is_named(size, folder):
     assert "model.safetensors" in refusal(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-q4.gguf", "model.pt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-q4.gguf", "model.pt", "model.pth"])
 def test_folder_without_safetensors_is_one_clear_error(name, folder):
     (folder / "model.safetensors").rename(folder / name)
     message = refusal(folder)
@@ -248,6 +317,20 @@ class TestTiedHead:
         write(untied_folder, tensors)
         assert HEAD in refusal(untied_folder)
 
+    def test_head_alone_is_the_embedding_too(self, folder):
+        tensors = read(folder)
+        head = tensors.pop(EMBEDDING)
+        write(folder, tensors | {HEAD: head})
+        model = load(folder)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert torch.equal(model.lm_head.weight, head)
+
+    def test_neither_is_refused_by_the_embeddings_name(self, folder):
+        tensors = read(folder)
+        del tensors[EMBEDDING]
+        write(folder, tensors)
+        assert f"without {EMBEDDING}" in refusal(folder)
+
     def test_same_tensor_twice_stays_tied(self, folder, caplog):
         write(folder, read(folder) | {HEAD: read(folder)[EMBEDDING]})
         model = load(folder)
@@ -269,6 +352,27 @@ class TestTiedHead:
     def test_misshapen_head_is_refused_though_tied(self, folder):
         write(folder, read(folder) | {HEAD: torch.zeros(258, 64)})
         assert HEAD in refusal(folder)
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_progress_bar_shows_when_loading_takes_a_while(is_slow, folder, monkeypatch, capsys):
+    monkeypatch.setattr(loader, "SHOW_AFTER", 0 if is_slow else 100)
+    load_model(build(folder), folder, CPU, show_progress=True)
+    assert ("Loading weights" in capsys.readouterr().err) == is_slow
+    load_model(build(folder), folder, CPU)
+    assert not capsys.readouterr().err
+
+
+def test_reading_ahead_fills_the_same_model(folder, monkeypatch):
+    """The way to a GPU, whose memory is the host's here."""
+
+    def read_ahead(tensors, device):
+        order = sorted(tensors, key=lambda name: tensors[name].start)
+        return weight_files.read_ahead({name: tensors[name] for name in order}, device)
+
+    monkeypatch.setattr(loader, "read_tensors", read_ahead)
+    write(folder, read(folder) | {HEAD: torch.randn(259, 64)})
+    assert_equal_to_file(load(folder), read(folder))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -294,11 +398,13 @@ def test_each_rank_loads_its_slices(rank, tied, tiny_checkpoint, monkeypatch):
         assert torch.equal(params[name], half(name, 1))
     bias = f"{layer}self_attn.o_proj.bias"
     assert torch.equal(params[bias], tensors[bias])
-    # 259 tokens on 2 ranks: 130 and 129, the last row of the second is padding.
+    # 259 tokens on 2 ranks: more rows than tokens, and padding after those of the second.
     for name in {EMBEDDING, HEAD} & params.keys():
-        rows = tensors[name][rank * 130 : (rank + 1) * 130]
+        num_rows = len(params[name])
+        rows = tensors[name][rank * num_rows : (rank + 1) * num_rows]
+        assert 2 * num_rows >= 259 and 0 < len(rows) <= num_rows
         assert torch.equal(params[name][: len(rows)], rows)
-        assert params[name].shape == (130, 64) and not params[name][len(rows) :].any()
+        assert not params[name][len(rows) :].any()
 
 
 def test_dummy_weights_are_finite_and_the_same_for_the_same_seed(folder):

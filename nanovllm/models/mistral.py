@@ -1,0 +1,21 @@
+"""Mistral: no bias anywhere; with a sliding window, every layer has it."""
+
+from typing import Any
+
+from nanovllm.models import checks
+from nanovllm.models.decoder import CausalLM, Parts
+
+
+class MistralForCausalLM(CausalLM):
+    model_type = "mistral"
+
+    @classmethod
+    def read_parts(cls, hf_config: Any) -> Parts:
+        return Parts(
+            head_dim=checks.head_dim_of(hf_config),
+            qkv_bias=False,
+            o_bias=False,
+            mlp_bias=False,
+            qk_norm=False,
+            sliding_window=getattr(hf_config, "sliding_window", None),
+        )
