@@ -1,9 +1,10 @@
 """BlockManager: paged KV blocks and the prefix cache, as integer ids; it never touches a device.
 
-A block that is full and whose K/V has been written is *published*: a later prompt that starts with
-the same tokens finds it. Look-up goes by a chained xxh64 hash, but a hash never decides. Each
-published block remembers its tokens and the content id of its parent, content ids are never used
-twice, so equal tokens under an equal parent id means an equal prefix all the way down.
+A block that is full and whose K/V is written before anybody could read it (see the scheduler) is
+*published*: a later prompt that starts with the same tokens finds it. Look-up goes by a chained
+xxh64 hash, but a hash never decides. Each published block remembers its tokens and the content id
+of its parent, content ids are never used twice, so equal tokens under an equal parent id means an
+equal prefix all the way down.
 
     tokens      | t0 .. t3 | t4 .. t7 | t8 t9           block size 4
     hash        |  h0=H(tokens, 0)    | (not full, no hash)
@@ -84,7 +85,7 @@ class BlockManager:
     def publish(self, seq: Sequence, first_block: int, last_block: int) -> None:
         """Make blocks [first_block, last_block) of a sequence's table findable.
 
-        Call it once their K/V has been written and before the sequence moves on, in order.
+        Call it once nothing can be scheduled that reads them before they are written, in order.
         """
         hashes = self._block_hashes(seq, last_block)
         tokens, block_table = seq.token_ids, seq.block_table
@@ -130,17 +131,25 @@ class BlockManager:
         self._hashes[block] = None
         self._content_ids[block] = _ROOT
 
+    def prompt_hashes(self, seq: Sequence) -> list[int]:
+        """The chained hashes of the blocks that it may find in the cache."""
+        num_blocks = (seq.num_tokens - 1) // self.block_size
+        return self._block_hashes(seq, num_blocks)[:num_blocks]
+
+    def is_cached(self, block_hash: int) -> bool:
+        """Whether a block with this hash is published, as far as a hash tells."""
+        return block_hash in self._hash_to_block
+
     def _find_cached_blocks(self, seq: Sequence) -> list[int]:
         # The last token is never taken from the cache: its logits are still needed.
-        num_candidates = (seq.num_tokens - 1) // self.block_size
         if seq.num_prompt_logprobs >= 0:
             return []  # they need the prompt computed
-        hashes = self._block_hashes(seq, num_candidates)
+        hashes = self.prompt_hashes(seq)
         tokens, size = seq.token_ids, self.block_size
         hits: list[int] = []
         parent_id = _ROOT
-        for i in range(num_candidates):
-            block = self._match(hashes[i], parent_id, tokens[i * size : (i + 1) * size])
+        for i, block_hash in enumerate(hashes):
+            block = self._match(block_hash, parent_id, tokens[i * size : (i + 1) * size])
             if block is None:
                 break
             hits.append(block)

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from nanovllm.engine.faults import attempt, settle
 from nanovllm.engine.params import bad_word_ids
-from nanovllm.engine.prompts import PromptReader, attempt, read_sampling_params, settle
+from nanovllm.engine.prompts import PromptReader, read_sampling_params
 from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import RowAsk, Sequence
 from nanovllm.engine.structured import CompiledGrammar, GrammarCompiler
@@ -71,10 +72,8 @@ class Intake:
     def make(self, prepared: Prepared, is_streamed: bool = False) -> Request:
         """The request of a prompt that has no error."""
         seqs = [self._make_sequence(prepared, i) for i in range(prepared.params.n)]
-        leader = seqs[0]
-        leader.followers = seqs[1:]
         if prepared.params.prompt_logprobs is not None:
-            leader.num_prompt_logprobs = prepared.params.prompt_logprobs
+            seqs[0].num_prompt_logprobs = prepared.params.prompt_logprobs
         self._num_requests += 1
         return Request(prepared.index, seqs, self._tokenizer, is_streamed, prepared.called_at)
 

@@ -8,10 +8,14 @@ is preempted and later recomputed, mostly from the prefix cache.
 schedule() may be called again before update() has heard what the last step sampled: lengths, slots
 and ends by length are known without the tokens. An EOS is then seen one step late, and the token
 that the sequence got meanwhile is dropped. Its blocks may be handed out at once, although that
-step may still be writing to them, because all steps run in order on one stream. Only tokens that
-were read back are hashed into the prefix cache.
+step may still be writing to them, because all steps run in order on one stream. For the same reason
+a prompt's full blocks are in the prefix cache as soon as they are scheduled: a later step reads
+what an earlier one wrote, and in a prefill each layer stores all K/V before it attends, so that
+prompts that begin alike are computed once in a step too. Of the output only tokens that were read
+back are hashed.
 """
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -21,6 +25,7 @@ import numpy.typing as npt
 
 from nanovllm.engine.batching import build_decode, build_prefill
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_order import order_by_prefix
 from nanovllm.engine.sequence import (
     IntArray,
     ScheduledBatch,
@@ -31,6 +36,7 @@ from nanovllm.engine.sequence import (
 from nanovllm.outputs import FinishReason
 
 _MAX_DECODES_BETWEEN_PREFILLS = 16
+_WINDOW = 512  # prompts that policy "prefix" brings into order at a time
 
 
 class Scheduler:
@@ -42,12 +48,18 @@ class Scheduler:
         block_size: int,
         num_blocks: int,
         eos_token_ids: Iterable[int],
+        policy: str = "fcfs",
     ) -> None:
-        """max_model_len: longest sequence of the model; see max_len for what the pool can hold."""
+        """max_model_len: longest sequence of the model; see max_len for what the pool can hold.
+
+        policy: "fcfs", first come first served; "prefix": of the next _WINDOW waiting prompts
+            those that share a prefix follow each other, and nobody waits for more than these.
+        """
         # A decode step computes one token for each running sequence, so the token budget bounds
         # them too; and each holds at least one block.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens, num_blocks)
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.policy = policy
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.eos_token_ids = sorted(set(eos_token_ids))
@@ -66,6 +78,7 @@ class Scheduler:
         self._refused: tuple[Sequence | None, int] = (None, 0)  # see _admit
         self._num_inflight_steps = 0
         self._num_decodes_since_prefill = 0
+        self._num_ordered = 0  # at the head of the queue, by policy "prefix"
         self.num_preemptions = 0
 
     @property
@@ -93,22 +106,18 @@ class Scheduler:
         self._running = self._running[self.table.seq_ids[self._running] >= 0]
 
     def abort(self, seqs: Iterable[Sequence]) -> None:
-        """Drop these sequences wherever they are, between two steps; blocks and rows come back.
-
-        Followers are dropped with the one they wait for.
-        """
+        """Drop these sequences wherever they are, between two steps; blocks and rows come back."""
         dropped = {seq.seq_id for seq in seqs if seq.status is not SequenceStatus.FINISHED}
         waiting, running = list(self.waiting), self.running
         self.waiting = deque(seq for seq in waiting if seq.seq_id not in dropped)
+        self._num_ordered = min(self._num_ordered, len(self.waiting))
         self._running = np.array(
             [seq.row for seq in running if seq.seq_id not in dropped], np.int32
         )
-        leaders = [seq for seq in waiting + running if seq.seq_id in dropped]
-        followers = [follower for leader in leaders for follower in leader.followers]
-        for seq in leaders + followers:
+        for seq in (seq for seq in waiting + running if seq.seq_id in dropped):
             if seq.row is not None:
                 self._release(seq)
-            seq.status, seq.followers = SequenceStatus.FINISHED, []
+            seq.status = SequenceStatus.FINISHED
             seq.finish_reason, seq.finished_at = "abort", time.perf_counter()
 
     def schedule(self) -> ScheduledBatch | None:
@@ -131,7 +140,11 @@ class Scheduler:
         # Gone since: finished by the step before, or aborted. Their rows may have new owners.
         is_here = table.seq_ids[batch.rows] == batch.seq_ids
         token_ids = token_ids[is_here[batch.is_sampled]]
-        self._publish(batch, is_here)
+        if not batch.is_prefill:
+            starts, counts = batch.num_cached_tokens, batch.num_scheduled_tokens
+            fills_block = (starts % self.block_size + counts >= self.block_size) & is_here
+            for i in fills_block.nonzero()[0].tolist():
+                self._publish(self._sequence(batch.rows[i]), int(starts[i]), int(counts[i]))
         rows = batch.rows[batch.is_sampled & is_here]
         lens = table.num_tokens[rows]
         table.token_ids[rows, lens] = token_ids
@@ -147,7 +160,10 @@ class Scheduler:
                 if token in (seq.sampling_params.stop_token_ids or ()) and not is_eos[i]:
                     is_eos[i], seq.stop_reason = True, token
         if batch.is_prefill:
-            self._release_followers(rows)
+            now = time.perf_counter()
+            for row in rows.tolist():
+                seq = self._sequence(row)
+                seq.first_token_at = seq.first_token_at or now
         is_done = is_eos | is_bad | (lens + 1 >= table.stop_len[rows])
         if not np.count_nonzero(is_done):  # in numpy much cheaper than any()
             return []
@@ -157,20 +173,6 @@ class Scheduler:
             finished.append(self._finish(self._sequence(rows[i]), reason))
         self._running = self._running[table.seq_ids[self._running] >= 0]
         return finished
-
-    def _release_followers(self, rows: IntArray) -> None:
-        """Queue those that waited for the prompts of these rows, which are in the cache now."""
-        now = time.perf_counter()
-        for row in rows[::-1].tolist():  # each goes to the head, the first one last
-            seq = self._sequence(row)
-            seq.first_token_at = seq.first_token_at or now
-            if seq.followers:
-                # One that holds blocks already stays at the head, or nobody might ever go on.
-                head = self.waiting.popleft() if self._has_chunk_waiting() else None
-                self.waiting.extendleft(reversed(seq.followers))
-                seq.followers = []
-                if head is not None:
-                    self.waiting.appendleft(head)
 
     def _has_chunk_waiting(self) -> bool:
         return bool(self.waiting) and self.waiting[0].row is not None
@@ -182,6 +184,8 @@ class Scheduler:
         if not self._is_prefill_worthwhile():
             self._num_decodes_since_prefill += 1
             return None
+        if self.policy == "prefix" and not self._num_ordered:
+            self._order_window()
         budget = self.max_num_batched_tokens
         rows: list[int] = []
         counts: list[int] = []
@@ -195,9 +199,11 @@ class Scheduler:
             rows.append(seq.row)
             counts.append(count)
             budget -= count
+            self._publish(seq, seq.num_cached_tokens, count)
             if count < num_left:
                 break  # a chunk: the sequence stays at the head, with its blocks, for the rest
             self.waiting.popleft()
+            self._num_ordered = max(self._num_ordered - 1, 0)
             seq.status = SequenceStatus.RUNNING
         if not rows:
             return None
@@ -205,6 +211,19 @@ class Scheduler:
         batch = build_prefill(self.table, np.array(rows, np.int32), np.array(counts, np.int32))
         self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
         return batch
+
+    def _order_window(self) -> None:
+        """Bring the next prompts that wait into the order in which they are admitted."""
+        window = list(itertools.islice(self.waiting, _WINDOW))
+        # What was admitted before has its place: it holds blocks, or gave way to others.
+        num_old = sum(seq.num_hit_tokens is not None for seq in window)
+        chains = [self.block_manager.prompt_hashes(seq) for seq in window[num_old:]]
+        is_cached = self.block_manager.is_cached
+        window[num_old:] = order_by_prefix(window[num_old:], chains, is_cached)
+        for _ in window:
+            self.waiting.popleft()
+        self.waiting.extendleft(reversed(window))
+        self._num_ordered = len(window)
 
     def _is_prefill_worthwhile(self) -> bool:
         """False while decoding on is better than admitting the few that would find a row.
@@ -282,17 +301,16 @@ class Scheduler:
         self._release(seq)
         seq.status = SequenceStatus.WAITING
         self.waiting.appendleft(seq)
+        self._num_ordered += self._num_ordered > 0
         self.num_preemptions += 1
 
     # -- shared ----------------------------------------------------------------------------------
 
-    def _publish(self, batch: ScheduledBatch, is_here: npt.NDArray[np.bool_]) -> None:
-        """Publish the blocks that the step filled."""
-        starts, counts, size = batch.num_cached_tokens, batch.num_scheduled_tokens, self.block_size
-        fills_block = (starts % size + counts >= size) & is_here
-        for i in fills_block.nonzero()[0].tolist():
-            start, end = int(starts[i]), int(starts[i] + counts[i])
-            self.block_manager.publish(self._sequence(batch.rows[i]), start // size, end // size)
+    def _publish(self, seq: Sequence, start: int, count: int) -> None:
+        """Publish the blocks that these tokens, from position start on, fill."""
+        first, last = start // self.block_size, (start + count) // self.block_size
+        if first < last:
+            self.block_manager.publish(seq, first, last)
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> Sequence:
         seq.status = SequenceStatus.FINISHED

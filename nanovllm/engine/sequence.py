@@ -95,7 +95,6 @@ class Sequence:
         "finish_reason",
         "finished_at",
         "first_token_at",
-        "followers",
         "num_hit_tokens",
         "num_prompt_logprobs",
         "num_prompt_tokens",
@@ -134,8 +133,6 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None  # what ended it, unless an EOS did
         self.ask: RowAsk | None = None
-        # Samples of the same prompt; they wait for its blocks to be computed by this one.
-        self.followers: list[Sequence] = []
         self.num_prompt_logprobs = -1  # to report of each prompt token; -1: none asked for
         self.num_hit_tokens: int | None = None  # of the prompt, found in the prefix cache
         self.admitted_at = self.first_token_at = self.finished_at = 0.0  # time.perf_counter()

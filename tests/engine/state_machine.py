@@ -20,10 +20,9 @@ launches. `depth` is how many steps may be launched and not read back between tw
 So where update 1 ends a request, step 2 holds a surplus row: it writes into a block that has been
 freed, and that step 3 may have handed to another request, which must write there later.
 
-Some requests have followers, other samples of their prompt, which the queue gets with the first
-token of the one they wait for: behind what holds blocks, ahead of all else. Some have stop token
-ids, some are ended by their text after an update, as by a stop string, and some ask for more than a
-temperature, so that batches name their rows.
+Some come with others of the same prompt, as samples do. Some have stop token ids, some are ended by
+their text after an update, as by a stop string, and some ask for more than a temperature, so that
+batches name their rows.
 
 One operation is one call into the scheduler (add, schedule, update, end, abort, reset). After each,
 these hold, and a Violation says which did not:
@@ -35,12 +34,12 @@ these hold, and a Violation says which did not:
  5. every read slot holds the reader's own prefix    12. at idle no block is held
  6. no slot is written twice in a step               13. the device's lengths and block tables are
  7. a shared or published block is not written           the scheduler's, of every admitted request
+    but by the step that publishes it
 
-and, beyond those: requests are served first come first served, followers with the one they wait
-for, end for the right reason with the tokens that were sampled (10), nothing that a step with bad
-logits computed stays cached (3), there is always a step to launch unless all blocks are taken or
-all ends are in flight (11), and a batch's special rows are those that ask, with all their tokens in
-a prefill (14).
+and, beyond those: requests are served first come first served and end for the right reason with
+the tokens that were sampled (10), nothing that a step with bad logits computed stays cached (3),
+there is always a step to launch unless all blocks are taken or all ends are in flight (11), and a
+batch's special rows are those that ask, with all their tokens in a prefill (14).
 """
 
 import operator
@@ -58,7 +57,7 @@ NUM_TOKENS = 5  # ids in use; few, so that prefixes and single blocks often repe
 EOS_TOKEN_IDS = (0, 4)
 DEPTHS = (0, 1, 2)  # LLMEngine's are 0 and 1
 STOP_IDS = ((2,), (1, 4))  # of the requests that have any; 4 is an EOS as well
-MAX_REQUESTS = 64  # added in one scenario, followers included
+MAX_REQUESTS = 64  # added in one scenario
 GARBAGE = -1  # the prefix of what nobody may read
 PARAMS = {
     (max_tokens, ignore_eos, stop_ids): SamplingParams(
@@ -79,7 +78,6 @@ class Request:
 
     __slots__ = (
         "blocks",
-        "followers",
         "ignore_eos",
         "num_read",
         "num_unread",
@@ -97,7 +95,6 @@ class Request:
         self.num_unread = 0  # tokens sampled for it by steps in flight, surplus ones included
         self.num_read = num_prompt_tokens  # of its tokens, those that the scheduler knows
         self.reason: str | None = None  # why it ended; what is sampled after that is surplus
-        self.followers: dict[Sequence, Request] = {}  # not in the queue yet
         self.ignore_eos = params.ignore_eos
         self.stop_ids = params.stop_token_ids or ()
         limit = params.max_tokens
@@ -167,6 +164,8 @@ class Scenario:
         # The device. A reset of the scheduler does not touch it.
         self.rows = [DeviceRow(-(-self.max_len // size)) for _ in self.scheduler.table.sequences]
         self.shadow = [[GARBAGE] * size for _ in range(self.num_blocks)]  # who wrote each slot
+        # The same once all launched steps have run.
+        self.ahead = [[GARBAGE] * size for _ in range(self.num_blocks)]
         self.queue: deque[Step] = deque()  # launched, not run
         self.inflight: deque[Step] = deque()  # launched, not read back
         self._forget_cache()
@@ -186,7 +185,7 @@ class Scenario:
                 self.abort()
             else:
                 self.step(is_interrupted=x > 1 - p_reset)
-        reqs = [r for req in self.live.values() for r in (req, *req.followers.values())]
+        reqs = self.live.values()
         num_tokens_left = sum(req.stop_len - len(req.tokens) for req in reqs)
         num_tokens_left += len(reqs) * (self.depth + 1)  # surplus, and rows at their end
         bound = 2 * num_tokens_left * self.max_silent_steps  # between two waits there is a launch
@@ -215,13 +214,10 @@ class Scenario:
         stop_ids = r.choice(STOP_IDS) if r.random() < 0.1 else None
         params = PARAMS[max_tokens, r.random() < 0.5, stop_ids]
         is_special = r.random() < 0.15
-        seq, req = self._make(prompt, params, is_special)
-        self.live[seq] = req
-        if r.random() < 0.04:
-            made = [self._make(prompt, params, is_special) for _ in range(r.randint(1, 3))]
-            req.followers = dict(made)
-            seq.followers = list(req.followers)
-        self.scheduler.add(seq)
+        for _ in range(r.randint(2, 4) if r.random() < 0.04 else 1):
+            seq, req = self._make(prompt, params, is_special)
+            self.live[seq] = req
+            self.scheduler.add(seq)
         self._check("adds")
 
     def _make(
@@ -239,10 +235,7 @@ class Scenario:
     def abort(self) -> None:
         r = self.random
         seqs = r.sample(list(self.live), r.randint(0, min(3, len(self.live))))
-        unqueued = [f for seq in seqs for f in self.live[seq].followers]
-        # The engine names them all; the one they wait for is enough.
-        self.scheduler.abort(seqs + unqueued if r.random() < 0.5 else seqs)
-        self.counts["aborts of followers"] += len(unqueued)
+        self.scheduler.abort(seqs)
         for seq in seqs:
             self.counts["aborts in flight"] += self.live.pop(seq).num_unread > 0
         self.silent_steps = 0
@@ -292,15 +285,11 @@ class Scenario:
         finished = self.scheduler.update(step.batch, np.array(step.tokens, np.int64))
         if finished != ended:
             self._fail(10, "the wrong requests finished")
-        leaders = []
         for seq in step.sampled:
             req = self.live.get(seq)
             if req is not None:
                 req.num_unread -= 1
                 req.num_read += 1
-                if req.followers:
-                    leaders.append(seq)
-        followers = [self._take_followers(seq) for seq in leaders]
         for seq in ended:
             req = self.live.pop(seq)
             if seq.status is not SequenceStatus.FINISHED or seq.finish_reason != req.reason:
@@ -315,30 +304,11 @@ class Scenario:
             self.counts[req.reason] += 1
         if failed_blocks:
             self._poison(failed_blocks)
-        if followers:
-            self._queue_followers(followers)
         self._check("updates")
         if self.random.random() < 0.02:
             candidates = [seq for seq in step.sampled if seq in self.live]
             if candidates:
                 self.end(self.random.choice(candidates))
-
-    def _take_followers(self, leader: Sequence) -> dict[Sequence, Request]:
-        """What waited for the prompt of this one, which a step that was just read has computed."""
-        req = self.live[leader]
-        followers, req.followers = req.followers, {}
-        self.counts["followers"] += len(followers)
-        return followers
-
-    def _queue_followers(self, groups: list[dict[Sequence, Request]]) -> None:
-        """Behind the admitted; which of the groups of one step goes first is left open."""
-        places = {seq: i for i, seq in enumerate(self.scheduler.waiting)}
-        groups.sort(key=lambda group: places.get(next(iter(group)), 0))
-        old, self.live = self.live, {}
-        self.live.update((seq, req) for seq, req in old.items() if seq.row is not None)
-        for group in groups:
-            self.live.update(group)
-        self.live.update((seq, req) for seq, req in old.items() if seq.row is None)
 
     def _append(self, req: Request, token: int) -> None:
         prefix = self._prefix(req.prefix, token)
@@ -386,6 +356,8 @@ class Scenario:
         if batch.is_redrawn != bool(batch.special) or next(special, None) is not None:
             self._fail(14, f"special rows {batch.special}, redrawn: {batch.is_redrawn}")
         self._check_writes(step)
+        for block, offset, prefix, _ in step.writes:
+            self.ahead[block][offset] = prefix
         self._count_step(step)
         self.queue.append(step)
         self.inflight.append(step)
@@ -482,6 +454,7 @@ class Scenario:
         for block, num_holders in Counter(blocks).items():
             if num_holders == self.ref_counts[block]:
                 self.shadow[block] = [GARBAGE] * self.block_size
+                self.ahead[block] = [GARBAGE] * self.block_size
                 if self.scheduler.block_manager._hashes[block] is not None:
                     self._fail(3, f"block {block} of a failed step is cached")
 
@@ -498,8 +471,12 @@ class Scenario:
         if len(slots) < len(step.writes):
             self._fail(6, f"slots {step.writes}")
         manager = self.scheduler.block_manager
-        for block, _ in slots:
-            if manager._ref_counts[block] != 1 or manager._hashes[block] is not None:
+        for block in {block for block, _ in slots}:
+            is_new = manager._content_ids[block] != self.entries[block][1]
+            if manager._hashes[block] is not None and is_new:
+                # By this step, whose other rows may read it: they do so after all have written.
+                self.counts["read in the step that wrote"] += manager._ref_counts[block] > 1
+            elif manager._ref_counts[block] != 1 or manager._hashes[block] is not None:
                 self._fail(7, f"block {block} is shared or published, and written")
 
     def _check_row(self, seq: Sequence, device: DeviceRow) -> None:
@@ -651,7 +628,7 @@ class Scenario:
     def _check_content(
         self, block: int, block_hash: int | None, content: int, parent: int, tokens: list[int]
     ) -> None:
-        ids = self.shadow[block]
+        ids = self.ahead[block]
         prefix = ids[-1]
         if self.contents.setdefault(content, prefix) != prefix:
             self._fail(3, f"block {block}: content id {content} stood for another prefix")

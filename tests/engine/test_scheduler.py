@@ -706,17 +706,49 @@ def test_surplus_step_publishes_nothing():
     assert work(step(scheduler)[0]) == [(0, 5)]
 
 
-def test_block_is_found_once_the_step_that_filled_it_is_read():
-    """Its hash needs the tokens, and after bad logits it must not be found at all."""
+def test_block_of_a_prompt_is_found_as_soon_as_it_is_scheduled():
+    """Steps run in order: by the same step and by the next, before any is read."""
     scheduler = make_scheduler()
-    add(scheduler, [1, 2, 3, 4, 5])
-    first = scheduler.schedule()
-    add(scheduler, [1, 2, 3, 4, 6])
-    second = scheduler.schedule()
-    assert work(second) == [(0, 5)]
-    update(scheduler, first)
+    for token in (5, 6):
+        add(scheduler, [1, 2, 3, 4, token])
+    assert work(scheduler.schedule()) == [(0, 5), (4, 1)]
     add(scheduler, [1, 2, 3, 4, 7])
     assert work(scheduler.schedule()) == [(4, 1)]
+
+
+def test_block_of_an_output_is_found_once_the_step_that_filled_it_is_read():
+    """Its hash needs the tokens."""
+    scheduler = make_scheduler()
+    add(scheduler, [1, 2, 3])
+    first, second = scheduler.schedule(), scheduler.schedule()
+    update(scheduler, first, 9)
+    add(scheduler, [1, 2, 3, 9, 6])
+    third = scheduler.schedule()
+    assert work(third) == [(0, 5)]
+    update(scheduler, second), update(scheduler, third)
+    add(scheduler, [1, 2, 3, 9, 7])
+    assert work(scheduler.schedule()) == [(4, 1)]
+
+
+def test_copies_of_a_prompt_are_computed_once():
+    """Eight of three blocks: one copy, and seven last pieces, whose ends are needed."""
+    for num_tokens, rest in ((12, 4), (13, 1), (15, 3)):
+        scheduler = make_scheduler(max_num_seqs=8, num_blocks=64)
+        seqs = [add(scheduler, range(1, num_tokens + 1)) for _ in range(8)]
+        batch = scheduler.schedule()
+        assert work(batch) == [(0, num_tokens)] + [(num_tokens - rest, rest)] * 7
+        shared = {tuple(blocks(seq)[: (num_tokens - rest) // 4]) for seq in seqs}
+        assert len(shared) == 1
+        update(scheduler, batch)
+        run(scheduler)
+
+
+def test_chunk_of_a_prompt_is_shared_as_far_as_it_is_computed():
+    scheduler = make_scheduler(budget=10)
+    for _ in range(2):
+        add(scheduler, range(1, 15))
+    assert work(scheduler.schedule()) == [(0, 10)]
+    assert work(scheduler.schedule()) == [(10, 4), (12, 2)]
 
 
 def test_bad_logits_seen_late_leave_nothing_in_the_cache():

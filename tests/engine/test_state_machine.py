@@ -40,11 +40,10 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
         assert counts["special rows"] >= num_ops // 50
         for event in ("aborts", "error", "preemptions", "resets", "rows left to gather"):
             assert counts[event] >= num_ops // 1000, event
-        for event in ("ends", "ends in flight", "followers", "stop ids"):
+        for event in ("ends", "ends in flight", "stop ids", "read in the step that wrote"):
             assert counts[event] >= num_ops // 1000, event
         for event in ("aborts in flight", "resets in flight", "writes to another's block"):
             assert counts[event] >= num_ops // 4000, event
-        assert counts["aborts of followers"] >= num_ops // 20_000
 
 
 class ScenarioWithDecodeState(Scenario):
@@ -380,76 +379,14 @@ class LosesNewBlocksOfACallThatGaveUp(NotesNewBlocks):
         return super()._schedule_decode()
 
 
-# -- with followers, ends by text and special rows -------------------------------------------------
+# -- with ends by text, special rows, prompts published as they are scheduled ----------------------
 
 
-def queue_followers(scheduler, seq):
-    scheduler.waiting.extendleft(reversed(seq.followers))
-    seq.followers = []
+class PublishesWhatIsNotScheduled(Scheduler):
+    """The rest of a chunked prompt is written by a later step."""
 
-
-class QueuesFollowersBeforeThePromptIsComputed(Scheduler):
-    """They find nothing in the cache, and the prompt is computed for each."""
-
-    def schedule(self):
-        batch = super().schedule()
-        if batch is not None and batch.is_prefill:
-            for row in batch.rows[batch.is_sampled].tolist():
-                queue_followers(self, self.table.sequences[row])
-        return batch
-
-
-class QueuesFollowersAtTheEndOnly(Scheduler):
-    def _release_followers(self, rows):
-        pass
-
-    def _finish(self, seq, reason):
-        queue_followers(self, seq)
-        return super()._finish(seq, reason)
-
-
-class QueuesFollowersTwice(Scheduler):
-    """With the first token, and once more after a preemption, which computes the prompt again."""
-
-    def _release_followers(self, rows):
-        seqs = [self.table.sequences[row] for row in rows.tolist()]
-        followers = [seq.followers for seq in seqs]
-        super()._release_followers(rows)
-        for seq, kept in zip(seqs, followers, strict=True):
-            seq.followers = kept
-
-
-class ForgetsFollowersOfOneToken(Scheduler):
-    """The one they wait for may end with the token that would have queued them."""
-
-    def _release_followers(self, rows):
-        goes_on = self.table.num_tokens[rows] < self.table.stop_len[rows]
-        super()._release_followers(rows[goes_on])
-
-
-class QueuesFollowersOfTheAborted(Scheduler):
-    def abort(self, seqs):
-        seqs = list(seqs)
-        followers = [seq.followers for seq in seqs]
-        super().abort(seqs)
-        for seq, kept in zip(seqs, followers, strict=True):
-            seq.followers = kept
-            queue_followers(self, seq)
-
-
-class QueuesFollowersBeforeAChunk(Scheduler):
-    """The chunk holds blocks and must be at the head to go on."""
-
-    def _has_chunk_waiting(self):
-        return False
-
-
-class QueuesFollowersLast(Scheduler):
-    def _release_followers(self, rows):
-        for row in rows.tolist():
-            seq = self.table.sequences[row]
-            self.waiting.extend(seq.followers)
-            seq.followers = []
+    def _publish(self, seq, start, count):
+        super()._publish(seq, start, seq.num_tokens - start)
 
 
 class EndsWithoutFreeing(Scheduler):
@@ -547,13 +484,7 @@ BROKEN_SCHEDULERS = [
     RepeatsNewBlocks,
     LeavesNewBlocksToTheNextOwner,
     LosesNewBlocksOfACallThatGaveUp,
-    QueuesFollowersBeforeThePromptIsComputed,
-    QueuesFollowersAtTheEndOnly,
-    QueuesFollowersTwice,
-    ForgetsFollowersOfOneToken,
-    QueuesFollowersOfTheAborted,
-    QueuesFollowersBeforeAChunk,
-    QueuesFollowersLast,
+    PublishesWhatIsNotScheduled,
     EndsWithoutFreeing,
     EndsInTheQueueOnly,
     IgnoresStopIdsBesideAnEos,

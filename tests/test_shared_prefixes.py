@@ -1,0 +1,75 @@
+"""What prompts share is computed once, in one step too, and changes no token (fp32, CPU)."""
+
+import random
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.test_bundled import BUNDLED
+
+BLOCK = 16
+
+
+def make(**settings):
+    settings = {"device": "cpu", "kvcache_block_size": BLOCK, "max_model_len": 512, **settings}
+    return LLM(str(BUNDLED), **settings)
+
+
+def num_computed(outputs):
+    return sum(len(o["prompt_token_ids"]) - o["num_cached_tokens"] for o in outputs)
+
+
+def random_tree(num_prompts, seed):
+    """Prompts that begin with one of a few documents, which begin with one of two system prompts,
+    and with pieces of these, so that they part inside blocks and at their ends."""
+    rng = random.Random(seed)
+
+    def words(n):
+        return [rng.randrange(2000) for _ in range(n)]
+
+    stems = [words(rng.choice([BLOCK, 2 * BLOCK, 37])) for _ in range(2)]
+    documents = [rng.choice(stems) + words(rng.choice([5, BLOCK, 40])) for _ in range(4)]
+    prompts = []
+    for _ in range(num_prompts):
+        whole = rng.choice(documents) + words(rng.choice([0, 1, 9, BLOCK]))
+        prompts.append(whole[: rng.choice([len(whole), len(whole), rng.randint(1, len(whole))])])
+    return prompts
+
+
+@pytest.mark.parametrize("rest", [0, 1, 5])
+def test_copies_in_one_call_are_computed_once(rest):
+    """Eight of three blocks: one copy and seven last pieces; n samples likewise."""
+    prompt = list(range(5, 5 + 3 * BLOCK + rest))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make() as llm:
+        outputs = llm.generate([prompt] * 8, params, use_tqdm=False)
+    assert num_computed(outputs) == len(prompt) + 7 * (rest or BLOCK)
+    assert len({tuple(o["token_ids"]) for o in outputs}) == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(max_num_batched_tokens=50),
+        dict(num_kvcache_blocks=14, max_num_seqs=6),
+        dict(overlap=False),
+        dict(deterministic=True, max_num_seqs=5),
+    ],
+    ids=str,
+)
+def test_trees_of_prompts_give_the_tokens_of_each_alone(settings):
+    prompts = random_tree(24, seed=1)
+    params = [
+        SamplingParams((0, 0.8)[i % 2], max_tokens=10, ignore_eos=True, seed=i, n=1 + (i % 6 == 1))
+        for i in range(24)
+    ]
+    with make(**settings) as llm:
+        together = llm.generate(prompts, params, use_tqdm=False)
+    assert num_computed(together) < sum(map(len, prompts)) * 0.8
+    for prompt, p, output in zip(prompts, params, together, strict=True):
+        with make(num_kvcache_blocks=16, max_num_seqs=2) as llm:
+            (alone,) = llm.generate([prompt], p, use_tqdm=False)
+        assert [o["token_ids"] for o in output.get("outputs") or [output]] == [
+            o["token_ids"] for o in alone.get("outputs") or [alone]
+        ]
