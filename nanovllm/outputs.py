@@ -3,8 +3,9 @@
 from typing import Literal, NamedTuple, TypedDict
 
 # "stop": an EOS token, a stop string or a stop token id; "length": max_tokens, or the longest
-# sequence the engine holds; "abort": ended by abort(); "error": the request was refused, or the
-# model's logits were not finite, and the tokens before that are kept.
+# sequence the engine holds; "abort": ended by abort(); "error": the request was refused, the
+# model's logits were not finite, or the tokenizer failed on the output, and the tokens before that
+# are kept.
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 

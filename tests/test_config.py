@@ -212,7 +212,8 @@ def test_file_is_no_checkpoint(tmp_path):
 def test_hub_id_is_downloaded_and_a_failure_says_what_to_try(tmp_path, monkeypatch):
     asked = []
 
-    def download(name, allow_patterns):
+    def download(name, allow_patterns, ignore_patterns):
+        assert "*.safetensors" in allow_patterns and "consolidated*" in ignore_patterns
         asked.append(name)
         if name == "who/missing":
             raise OSError("offline")
@@ -228,6 +229,14 @@ def test_hub_id_is_downloaded_and_a_failure_says_what_to_try(tmp_path, monkeypat
 
 def test_directory_without_config_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
+        load_hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model-Q4_K_M.gguf", "pytorch_model.bin", "consolidated.00.pt"])
+def test_directory_of_other_weights_without_config_is_one_clear_error(name, tmp_path):
+    """As GGUF is published."""
+    (tmp_path / name).touch()
+    with pytest.raises(ValueError, match=rf"no config\.json but {name}, needs .*safetensors"):
         load_hf_config(tmp_path)
 
 

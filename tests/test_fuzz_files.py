@@ -9,6 +9,7 @@ symbolic links out of the folder, which is how the hub's cache stores every file
 """
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -30,6 +31,7 @@ from nanovllm.engine.checks import check_backend, check_model
 from nanovllm.engine.params import default_sampling_params
 from nanovllm.engine.prompts import PromptReader, find_eos_token_ids, load_tokenizer
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.utils import loader, weight_files
 from nanovllm.utils.loader import ModelLoadError, check_checkpoint, load_model
 from tests.conftest import write_checkpoint
 
@@ -324,7 +326,10 @@ def base(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", SHARDS)
-def test_damaged_weights_load_or_are_refused(shard, base, tmp_path):
+def test_damaged_weights_load_or_are_refused(shard, base, tmp_path, monkeypatch):
+    """By the CPU's way of reading them and, in turn, by the GPU's."""
+    readers = itertools.cycle((weight_files.read_tensors, weight_files.read_ahead))
+    monkeypatch.setattr(loader, "read_tensors", lambda *args: next(readers)(*args))
     counts = fuzz("weights", shard, NUM_WEIGHTS, Weights(tmp_path, base).case)
     assert min(counts["refused"], counts["loaded"]) > 0
 
@@ -431,6 +436,15 @@ GENERATION = [
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
     *("eos_token_id", "eos_token_id", "bos_token_id", "do_sample"),
 ]
+ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+MOE = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 4,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
 TOKENIZER = SimpleNamespace(eos_token_id=258)
 
 
@@ -443,7 +457,11 @@ class Configs:
         old = {k: v for k, v in new.items() if k not in ("rope_parameters", "layer_types", "dtype")}
         old.update(rope_theta=1e4, rope_scaling=None, torch_dtype="bfloat16", max_window_layers=28)
         sparse = {k: v for k, v in old.items() if k not in ("attention_bias", "hidden_act")}
-        self.bases = [new, old, sparse]
+        # Of other families, whose weights these are not.
+        llama = {**old, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        llama.update(mlp_bias=False, rope_scaling=ROPE, max_position_embeddings=64)
+        moe = {**old, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **MOE}
+        self.bases = [new, new, old, old, sparse, sparse, llama, moe]
         generation = json.loads((base / "generation_config.json").read_text())
         self.generation = json.dumps(generation | dict.fromkeys(GENERATION, 1)).encode()
         self.weights = (base / SINGLE).read_bytes()

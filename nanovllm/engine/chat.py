@@ -1,12 +1,19 @@
 """render_chat: from conversations to token ids, through the checkpoint's chat template."""
 
-import copy
 import inspect
 import json
 import re
 from typing import Any
 
-from nanovllm.engine.prompts import attempt, encode, settle
+from nanovllm.engine.faults import (
+    attempt,
+    check_flag,
+    is_failure,
+    listed,
+    naming,
+    settle,
+)
+from nanovllm.engine.prompts import encode
 
 # A template with such a loop reads content as a list of parts, any other one as a string.
 _READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\"']*content[\"'\]]*\s*(?:[-%|]|if\b)")
@@ -33,22 +40,26 @@ def render_chat(
     puts each error in the place of its conversation.
     The template writes what special tokens there are, so the tokenizer adds none: no BOS twice.
     """
+    check_flag("add_generation_prompt", add_generation_prompt)
+    check_flag("continue_final_message", continue_final_message)
     if add_generation_prompt and continue_final_message:
         raise ValueError(
             "continue_final_message: got True beside add_generation_prompt=True, needs one of them,"
             " try add_generation_prompt=False"
         )
     options = {} if chat_template_kwargs is None else chat_template_kwargs
+    tools = _read_tools(tools)
     template = _check_options(tokenizer, tools, chat_template, options)
-    is_list = isinstance(messages, (list, tuple))
-    is_many = is_list and any(isinstance(part, (list, tuple)) for part in messages)
-    conversations = list(messages) if is_many else [messages]
+    with naming("messages"):
+        parts = listed(messages) if isinstance(messages, (list, tuple)) else []
+        is_many = any(isinstance(part, (list, tuple)) for part in parts)
+    conversations = parts if is_many else [messages]
     names = [f"messages[{i}]" if is_many else "messages" for i in range(len(conversations))]
 
     def render(name: str, conversation: Any) -> str:
         checked = _check_conversation(name, conversation)
         try:
-            checked, own_tools, variables = copy.deepcopy((checked, tools, options))
+            checked, own_tools, variables = _copied([checked, tools, options], {})
             _adapt(checked, keeps_parts=_READS_PARTS.search(template) is not None)
             text: str = tokenizer.apply_chat_template(
                 checked,
@@ -61,10 +72,12 @@ def render_chat(
             )
             return text
         except ImportError as error:
-            raise RuntimeError(f"chat: needs jinja2, try pip install jinja2 ({error})") from error
-        except Exception as error:  # of Jinja, of the template's own checks, of what it calls
-            kind = type(error).__name__
-            raise ValueError(f"{name}: the chat template failed with {kind}: {error}") from error
+            raise ImportError(f"chat: needs jinja2, try pip install jinja2 ({error})") from error
+        except BaseException as error:  # of Jinja, of the template's own checks, of what it calls
+            if not is_failure(error):
+                raise
+            what = f"{type(error).__name__}: {error!s:.300}"
+            raise ValueError(f"{name}: the chat template failed with {what}") from error
 
     results = [attempt(render, *pair) for pair in zip(names, conversations, strict=True)]
     texts = {i: text for i, text in enumerate(results) if isinstance(text, str)}
@@ -75,24 +88,54 @@ def render_chat(
     return settle(results, on_error)
 
 
+def _copied(value: Any, made: dict[int, Any]) -> Any:
+    """value with lists and dicts copied all the way down to plain ones; made: id -> its copy.
+
+    copy.deepcopy runs the code of a subclass, which may never come back.
+    """
+    kind = type(value)
+    if id(value) in made or not issubclass(kind, (list, tuple, dict)):
+        return made.get(id(value), value)
+    if issubclass(kind, dict):
+        pairs: dict[Any, Any] = {}
+        made[id(value)] = pairs
+        pairs.update((key, _copied(part, made)) for key, part in dict.items(value))
+        return pairs
+    items: list[Any] = []
+    made[id(value)] = items
+    parts = list.__iter__(value) if issubclass(kind, list) else tuple.__iter__(value)
+    items.extend(_copied(part, made) for part in parts)
+    return items
+
+
+def _read_tools(tools: Any) -> list[Any] | None:
+    with naming("tools"):
+        if not (tools is None or isinstance(tools, (list, tuple))):
+            raise TypeError(f"tools: got {type(tools).__name__}, needs a list of JSON schemas")
+        return None if tools is None else listed(tools)
+
+
 def _check_options(tokenizer: Any, tools: Any, chat_template: Any, options: Any) -> str:
     """Refuse what no conversation could be rendered with; the template's text."""
-    if not (tools is None or isinstance(tools, (list, tuple))):
-        raise TypeError(f"tools: got {type(tools).__name__}, needs a list of JSON schemas")
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
-        raise TypeError("chat_template_kwargs: got something else, needs a dict of names to values")
-    if bad := sorted(options.keys() & taken - {"documents"}):
-        raise ValueError(
-            f"chat_template_kwargs: got {bad}, needs names of the template's own variables, such"
-            " as enable_thinking"
-        )
-    if not (chat_template is None or isinstance(chat_template, str)):
-        raise TypeError(f"chat_template: got {type(chat_template).__name__}, needs Jinja text")
+    with naming("chat_template_kwargs"):
+        if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
+            kind = type(options).__name__
+            raise TypeError(f"chat_template_kwargs: got {kind}, needs a dict of names to values")
+        if bad := sorted(options.keys() & taken - {"documents"}):
+            raise ValueError(
+                f"chat_template_kwargs: got {bad}, needs names of the template's own variables,"
+                " such as enable_thinking"
+            )
+    with naming("chat_template"):
+        if not (chat_template is None or isinstance(chat_template, str)):
+            raise TypeError(f"chat_template: got {type(chat_template).__name__}, needs Jinja text")
     try:
         template: str = tokenizer.get_chat_template(chat_template, tools)
         return template
-    except Exception as error:  # there is none, or none of several is the default
+    except BaseException as error:  # there is none, or none of several is the default
+        if not is_failure(error):
+            raise
         raise ValueError(
             "chat_template: got None, needs one where the checkpoint has no default, try"
             " chat_template=... or generate() with text that is formatted already"
@@ -106,7 +149,8 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
             f"{name}: got {'an empty list' if is_list else type(conversation).__name__}, needs"
             " messages, try [{'role': 'user', 'content': 'Hello'}]"
         )
-    for i, message in enumerate(conversation):
+    messages = listed(conversation)
+    for i, message in enumerate(messages):
         need = "needs {'role': a string, 'content': a string or a list of text parts}"
         if not isinstance(message, dict):
             raise TypeError(f"{name}[{i}]: got {type(message).__name__}, {need}")
@@ -116,12 +160,12 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
             raise ValueError(f"{name}[{i}]: got no role or none that is a string, {need}")
         if not (is_call or isinstance(content, (str, list, tuple))):
             raise ValueError(f"{name}[{i}]: got {type(content).__name__} as content, {need}")
-        for part in content if isinstance(content, (list, tuple)) else ():
+        for part in listed(content) if isinstance(content, (list, tuple)) else ():
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
                 kind = kind if isinstance(kind, str) else type(kind).__name__
-                raise ValueError(f"{name}[{i}]: got a content part {kind!r} or no text, {need}")
-    return list(conversation)
+                raise ValueError(f"{name}[{i}]: got a content part {kind!r:.40} or no text, {need}")
+    return messages
 
 
 def _adapt(messages: list[dict[str, Any]], keeps_parts: bool) -> None:

@@ -22,6 +22,8 @@ from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any
 
+from nanovllm.engine.faults import TokenizerError, call_tokenizer
+
 _UNKNOWN = "\ufffd"  # what decoders write for bytes that make no character
 _MAX_HIDDEN = 3  # bytes of UTF-8 that may wait for their character's last one
 _MAX_WINDOW = 16  # tokens; then the newer half stays
@@ -38,8 +40,12 @@ def _byte_pieces(tokenizer: Any) -> dict[int, bytes]:
     The ByteFallback decoder (Llama 2, Gemma) writes a run of these as characters if the whole run
     is valid UTF-8, else as one U+FFFD for each byte. Empty for other tokenizers.
     """
-    ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
-    if None in ids or tokenizer.decode([ids[0x41], ids[0xFF]]) != 2 * _UNKNOWN:
+    pieces = [f"<0x{byte:02X}>" for byte in range(256)]
+    try:
+        ids = call_tokenizer(tokenizer.convert_tokens_to_ids, pieces)
+        if None in ids or call_tokenizer(tokenizer.decode, [ids[65], ids[255]]) != 2 * _UNKNOWN:
+            return {}
+    except TokenizerError:  # it will fail on an output too, whose business it is
         return {}
     return {token_id: bytes([byte]) for byte, token_id in enumerate(ids)}
 
@@ -63,7 +69,9 @@ class Detokenizer:
         assert all(stop), f"an empty stop string: {stop}"
         self.text = ""  # the completion's, once is_finished
         self.is_finished = False
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(
+            call_tokenizer, tokenizer.decode, skip_special_tokens=skip_special_tokens
+        )
         self._stop = stop
         self._include_stop = include_stop
         self._min_tokens = min_tokens

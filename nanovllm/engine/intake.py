@@ -69,9 +69,12 @@ class Intake:
             for i, (ids, p, m) in enumerate(zip(prompt_ids, checked, means, strict=True))
         ]
 
-    def make(self, prepared: Prepared, is_streamed: bool = False) -> Request:
-        """The request of a prompt that has no error."""
-        seqs = [self._make_sequence(prepared, i) for i in range(prepared.params.n)]
+    def make(
+        self, prepared: Prepared, is_streamed: bool = False, turn: int | None = None
+    ) -> Request:
+        """The request of a prompt that has no error. turn: None: as many as were made before."""
+        turn = self._num_requests if turn is None else turn
+        seqs = [self._make_sequence(prepared, i, turn) for i in range(prepared.params.n)]
         if prepared.params.prompt_logprobs is not None:
             seqs[0].num_prompt_logprobs = prepared.params.prompt_logprobs
         self._num_requests += 1
@@ -90,13 +93,13 @@ class Intake:
             raise ValueError(f"{name}.{error}" if name else str(error)) from error
         return Means(tuple(sorted(stop_ids)), tuple(words), grammar)
 
-    def _make_sequence(self, prepared: Prepared, sample: int) -> Sequence:
+    def _make_sequence(self, prepared: Prepared, sample: int, turn: int) -> Sequence:
         """Its random numbers depend on the request's seed, or the engine's and the request's turn,
         and on which of the request's samples it is."""
         params, means = prepared.params, prepared.means
         assert means is not None, "a request with an error"
         if params.seed is None:
-            key = struct.pack("<QQ", self._seed, self._num_requests)
+            key = struct.pack("<QQ", self._seed, turn)
         else:
             key = b"request" + struct.pack("<q", params.seed)
         if sample:

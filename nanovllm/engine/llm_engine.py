@@ -1,10 +1,10 @@
 """LLMEngine: prompts in, completions out. It owns the scheduler and every rank's model runner."""
 
 import contextlib
-import numbers
+import gc
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,16 +12,19 @@ import torch
 from nanovllm.config import Config, load_hf_config, resolve_checkpoint
 from nanovllm.engine.chat import render_chat
 from nanovllm.engine.checks import check_backend, check_model
+from nanovllm.engine.faults import check_flag, naming
+from nanovllm.engine.feed import Item, feed
 from nanovllm.engine.intake import Intake, Prepared, known_prompt_ids
 from nanovllm.engine.log import log_start, show_log
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.params import default_sampling_params
 from nanovllm.engine.precompile import start_compiling
 from nanovllm.engine.progress import Progress
-from nanovllm.engine.prompts import find_eos_token_ids, load_tokenizer
+from nanovllm.engine.prompts import check_one, find_eos_token_ids
 from nanovllm.engine.request import refused
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_loop import StepLoop
+from nanovllm.engine.tokenizer import open_tokenizer, whole_tokenizer
 from nanovllm.engine.worker_group import WorkerGroup
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput, StreamDelta
@@ -42,6 +45,9 @@ class LLMEngine:
         for settings or a checkpoint that cannot work.
         """
         show_log()
+        # New objects by the thousand set off the garbage collector. It is not to walk through all
+        # of torch's each time, a tenth of a second in which the device waits.
+        gc.freeze()
         self.config = config = Config.from_kwargs(model, **kwargs)
         _check_alone(config)
         checkpoint = resolve_checkpoint(config.model)
@@ -50,11 +56,11 @@ class LLMEngine:
         compilation = start_compiling(config, hf_config, self.max_model_len)
         try:
             check_backend(config, hf_config, head_dim)
-            self.tokenizer = load_tokenizer(checkpoint)
+            self._tokenizer = open_tokenizer(checkpoint)
         finally:
             if compilation is not None:
                 compilation.wait()
-        eos_token_ids = find_eos_token_ids(checkpoint, self.tokenizer, hf_config)
+        eos_token_ids = find_eos_token_ids(checkpoint, self._tokenizer, hf_config)
         self._defaults = default_sampling_params(checkpoint)
         start = time.perf_counter()
         workers = WorkerGroup(config, checkpoint, self.max_model_len)
@@ -88,13 +94,14 @@ class LLMEngine:
             config.kvcache_block_size,
             self._runner.num_blocks,
             eos_token_ids,
+            config.schedule_policy,
         )
         self._loop = StepLoop(
             self.scheduler, self._runner, workers, config.overlap, self._finalizer
         )
         self._intake = Intake(
             config.seed,
-            self.tokenizer,
+            self._tokenizer,
             hf_config.vocab_size,
             self.scheduler.max_len,
             self.scheduler.eos_token_ids,
@@ -113,6 +120,11 @@ class LLMEngine:
         device = self._runner.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
+    @property
+    def tokenizer(self) -> Any:
+        """The checkpoint's, of transformers, which is imported now if nothing needed it before."""
+        return whole_tokenizer(self._tokenizer)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """The checkpoint's own, from its generation_config.json; SamplingParams() without one."""
         return SamplingParams(**self._defaults)
@@ -123,8 +135,8 @@ class LLMEngine:
         Raises ValueError or TypeError, with nothing queued, when the prompt cannot be served.
         """
         self._check_open()
-        if isinstance(prompt, numbers.Integral):
-            raise TypeError(f"prompt: got {prompt!r}, needs a string or a list of token ids")
+        with naming("prompt"):
+            check_one("prompt", prompt)
         if self._loop.is_serving:
             raise RuntimeError(
                 "add_request: generate or a stream is running, needs it to end first, try to call"
@@ -180,6 +192,7 @@ class LLMEngine:
         on_result: called with each request's index and result when it has ended.
         """
         self._check_idle("generate")
+        check_flag("use_tqdm", use_tqdm)
         if on_result is not None and not callable(on_result):
             raise TypeError(f"on_result: got {type(on_result).__name__}, needs a function or None")
         prepared = self._intake.read(prompts, sampling_params, on_error)
@@ -204,6 +217,21 @@ class LLMEngine:
                     deliver(request.index, request.output())
                 progress.update(outcome.batch, len(outcome.ended))
         return [outputs[p.index] for p in prepared]
+
+    def generate_each(
+        self, requests: Iterable[Item | None]
+    ) -> Generator[tuple[int, RequestOutput], None, None]:
+        """As generate, of any number of prompts: yields (key, result) as each request ends.
+
+        requests: (key, prompt, SamplingParams or None), taken as the engine has room for them, so
+            that neither they nor the results need fit in memory. The key, an integer from 0, tells
+            results apart, and what is drawn depends on it as on a prompt's index in generate. None
+            among them says that there are none for now: the next is asked for after the next step.
+        A bad request gets a result with finish_reason "error". Leaving the iterator early aborts
+        what is unfinished.
+        """
+        self._check_idle("generate_each")
+        return feed(self._loop, self._intake, lambda: self._check_idle("generate_each"), requests)
 
     def stream(
         self, prompts: Any, sampling_params: SamplingParams | list[SamplingParams] | None = None
@@ -305,3 +333,4 @@ def _close(parts: list[Any]) -> None:
         runner.close()
     workers.close()
     parts[1:] = []
+    gc.unfreeze()

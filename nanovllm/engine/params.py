@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nanovllm.engine.faults import TokenizerError, call_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
 # generation_config.json's names of what SamplingParams has.
@@ -67,10 +68,10 @@ def bad_word_ids(
         bare = word.lstrip() or word
         try:
             first, spaced = (
-                tuple(tokenizer.encode(text, add_special_tokens=False))
+                tuple(call_tokenizer(tokenizer.encode, text, add_special_tokens=False))
                 for text in (bare, f" {bare}")
             )
-        except Exception as error:  # a lone surrogate; tokenizers differ in what they raise
+        except TokenizerError as error:  # a lone surrogate, say
             raise ValueError(
                 f"bad_words[{i}]: the tokenizer failed on {word!r}: {error}"
             ) from error

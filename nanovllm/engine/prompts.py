@@ -4,7 +4,6 @@ import contextlib
 import json
 import numbers
 import struct
-from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from itertools import accumulate
 from pathlib import Path
@@ -13,6 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from nanovllm.engine.faults import (
+    TokenizerError,
+    attempt,
+    call_tokenizer,
+    is_failure,
+    listed,
+    naming,
+    settle,
+)
 from nanovllm.engine.params import check_params
 from nanovllm.sampling_params import SamplingParams
 
@@ -23,27 +31,31 @@ _FOREIGN_KEYS = {
     *("prompt_embeds", "token_type_ids", "encoder_prompt", "decoder_prompt"),
 }
 # Texts that a sound tokenizer gets through: short and long, characters of one to four bytes.
-_PROBES = ["a", "Hello, wörld 12's\n", " a\u0300é, 東京 \U0001f600", 40 * "a"]
+PROBES = ["a", "Hello, wörld 12's\n", " a\u0300é, 東京 \U0001f600", 40 * "a"]
 
 
-def load_tokenizer(checkpoint: Path) -> Any:
-    """The checkpoint's tokenizer; ValueError naming the folder when it has none that loads."""
+def load_tokenizer(checkpoint: Path, **options: Any) -> Any:
+    """transformers' tokenizer; ValueError naming the folder when it has none that loads.
+
+    options: of from_pretrained.
+    """
     import transformers
 
     try:
         if transformers.__version__ >= "5" and (checkpoint / "tokenizer.json").is_file():
             # What AutoTokenizer would build from this file, without its import of all models.
-            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(str(checkpoint))
+            tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(
+                str(checkpoint), **options
+            )
         else:
             auto = transformers.AutoTokenizer
             tokenizer = auto.from_pretrained(str(checkpoint), trust_remote_code=False)
-        for text in _PROBES:
+        for text in PROBES:
             with contextlib.suppress(Exception):  # a text may fail, but not by a panic
                 tokenizer(text)
         return tokenizer
     except BaseException as error:  # transformers raises whatever its parsers raise
-        # A panic of the tokenizers library is no Exception; neither is Ctrl-C.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_failure(error):
             raise
         raise ValueError(
             f"model: {checkpoint} has no tokenizer that loads ({error}); needs tokenizer.json and"
@@ -88,12 +100,13 @@ class PromptReader:
         on_error: "raise" raises the ValueError or TypeError of the first bad one, "return" puts
         each error in the place of its prompt. An error among the prompts is one found earlier.
         """
-        items = [prompts] if is_single(prompts) else prompts
-        if not isinstance(items, AbstractSequence):
-            raise TypeError(
-                f"prompts: got {type(prompts).__name__}, needs a string, a list of token ids, or a"
-                " list of these"
-            )
+        with naming("prompts"):
+            if not (is_single(prompts) or isinstance(prompts, AbstractSequence)):
+                raise TypeError(
+                    f"prompts: got {type(prompts).__name__}, needs a string, a list of token ids,"
+                    " or a list of these"
+                )
+            items = [prompts] if is_single(prompts) else listed(prompts)
         contents: list[Any] = [
             item if type(item) is list else attempt(_open, f"prompts[{i}]", item)
             for i, item in enumerate(items)
@@ -114,6 +127,8 @@ class PromptReader:
         return [
             next(rest)
             if packed and type(content) is list
+            else content
+            if isinstance(content, Exception)  # found earlier
             else attempt(self._check, f"prompts[{i}]", content)
             for i, content in enumerate(contents)
         ]
@@ -144,12 +159,12 @@ class PromptReader:
         return [flat[end - n : end] for n, end in zip(lens, ends, strict=True)]
 
     def _check(self, name: str, item: Any) -> TokenIds:
-        if isinstance(item, Exception):
-            raise item
         if type(item) is list and (packed := self._pack([item])):
             return packed[0]
-        ids = _as_integers(name, item)
-        if len(ids) == 0:
+        num = len(item) if isinstance(item, range) else 0  # it may be longer than memory
+        ids = _as_integers(name, item[: self.max_len] if num else item)
+        num = num or len(ids)
+        if num == 0:
             raise ValueError(f"{name}: got an empty prompt, needs at least one token")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
@@ -157,13 +172,21 @@ class PromptReader:
                 f"{name}: got token id {low if low < 0 else high}, needs 0 <= id < "
                 f"{self.vocab_size} (the vocabulary), try this model's own tokenizer"
             )
-        if len(ids) >= self.max_len:
+        if num >= self.max_len:
             raise ValueError(
-                f"{name}: got {len(ids)} tokens, needs fewer than {self.max_len} (the smaller of"
+                f"{name}: got {num} tokens, needs fewer than {self.max_len} (the smaller of"
                 " max_model_len and what the KV cache holds), so that one token can follow; try a"
                 " shorter prompt, a larger max_model_len or num_kvcache_blocks"
             )
         return ids.astype(np.int32)
+
+
+def check_one(name: str, prompt: Any) -> None:
+    """Refuse a number, which in a list would be the only token id of a prompt."""
+    if isinstance(prompt, numbers.Integral):
+        raise TypeError(
+            f"{name}: got {type(prompt).__name__}, needs a string or a list of token ids"
+        )
 
 
 def is_single(prompts: Any) -> bool:
@@ -173,38 +196,18 @@ def is_single(prompts: Any) -> bool:
     return isinstance(prompts, (str, dict)) or getattr(prompts, "ndim", None) == 1
 
 
-def attempt(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns, or the caller's mistake that it raises."""
-    try:
-        return function(*args)
-    except (ValueError, TypeError) as error:
-        return error
-
-
-def settle(results: list[Any], on_error: str) -> list[Any]:
-    """The results with errors in their places ("return"), or none but good ones ("raise")."""
-    if not isinstance(on_error, str) or on_error not in ("raise", "return"):
-        got = f"{on_error!r:.40}" if isinstance(on_error, str) else type(on_error).__name__
-        raise ValueError(f"on_error: got {got}, needs 'raise' or 'return'")
-    if on_error == "raise":
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
-    return results
-
-
 def encode(tokenizer: Any, names: list[str], texts: list[str], **kwargs: Any) -> list[Any]:
     """Token ids of each text, a list, or the ValueError that names it."""
 
     def encode_one(name: str, text: str) -> Any:
         try:
-            return tokenizer([text], **kwargs)["input_ids"][0]
-        except Exception as error:  # tokenizers raise plain Exceptions too
+            return call_tokenizer(tokenizer, [text], **kwargs)["input_ids"][0]
+        except TokenizerError as error:
             raise ValueError(f"{name}: the tokenizer failed on this text: {error}") from error
 
     try:
-        return list(tokenizer(texts, **kwargs)["input_ids"]) if texts else []
-    except Exception:  # the texts that cause it must not spoil the others
+        return list(call_tokenizer(tokenizer, texts, **kwargs)["input_ids"]) if texts else []
+    except TokenizerError:  # the texts that cause it must not spoil the others
         return [attempt(encode_one, *pair) for pair in zip(names, texts, strict=True)]
 
 
@@ -214,7 +217,7 @@ def _open(name: str, item: Any) -> Any:
         for key in item.keys() - {"prompt", "prompt_token_ids"}:
             known = "that this engine cannot honour" if key in _FOREIGN_KEYS else "that is unknown"
             raise ValueError(
-                f"{name}: got the key {key!r} {known}, needs 'prompt' or 'prompt_token_ids' only"
+                f"{name}: got the key {key!r:.40} {known}, needs 'prompt' or 'prompt_token_ids'"
             )
         if len(item) != 1:
             raise ValueError(
@@ -244,8 +247,10 @@ def _as_integers(name: str, item: Any) -> npt.NDArray[np.integer]:
     need = "a string or a list of integer token ids"
     if isinstance(item, (bytes, bytearray, memoryview, dict, set)) or item is None:
         raise TypeError(f"{name}: got {type(item).__name__}, needs {need}")
+    if isinstance(item, (list, tuple)):
+        item = listed(item)
     # numpy takes a bool among integers for 0 or 1.
-    if isinstance(item, (list, tuple)) and not {bool, np.bool_}.isdisjoint(map(type, item)):
+    if type(item) is list and not {bool, np.bool_}.isdisjoint(map(type, item)):
         raise TypeError(f"{name}: got a {type(item).__name__} holding a bool, needs {need}")
     try:
         ids = np.asarray(item)
@@ -276,20 +281,22 @@ def read_sampling_params(
     """
     if params is None:
         params = SamplingParams()
-    if isinstance(params, SamplingParams):
+    if issubclass(type(params), SamplingParams):
         return settle(
             [attempt(check_params, "sampling_params", params, vocab_size)] * num_prompts, on_error
         )
-    if not isinstance(params, (list, tuple)):
-        raise TypeError(
-            f"sampling_params: got {type(params).__name__}, needs a SamplingParams or a list"
-        )
-    if len(params) != num_prompts:
-        raise ValueError(
-            f"sampling_params: got {len(params)} for {num_prompts} prompts, needs one for all or"
-            " one for each"
-        )
+    with naming("sampling_params"):
+        if not isinstance(params, (list, tuple)):
+            raise TypeError(
+                f"sampling_params: got {type(params).__name__}, needs a SamplingParams or a list"
+            )
+        if len(params) != num_prompts:
+            raise ValueError(
+                f"sampling_params: got {len(params)} for {num_prompts} prompts, needs one for all"
+                " or one for each"
+            )
+        each = listed(params)
     checked = [
-        attempt(check_params, f"sampling_params[{i}]", p, vocab_size) for i, p in enumerate(params)
+        attempt(check_params, f"sampling_params[{i}]", p, vocab_size) for i, p in enumerate(each)
     ]
     return settle(checked, on_error)

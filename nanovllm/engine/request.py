@@ -3,9 +3,11 @@
 It knows text, log-probabilities and clocks; sequences only to read what the scheduler left there.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.faults import TokenizerError, call_tokenizer
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import (
     FinishReason,
@@ -34,6 +36,7 @@ class Sample:
             or params.logprobs is not None
             or params.prompt_logprobs is not None
         )
+        self.error: str | None = None  # why no more can be made of its tokens
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._tokenizer = tokenizer
         self._num_streamed = 0
@@ -49,8 +52,8 @@ class Sample:
                 params.min_tokens,
             )
 
-    def append(self, token: int) -> bool:
-        """Take a token that the scheduler has stored; whether it ends the completion.
+    def append(self, token: int) -> FinishReason | None:
+        """Take a token that the scheduler has stored; why the completion ends with it, if it does.
 
         A stop string wins over a length reached with the same token.
         """
@@ -59,11 +62,23 @@ class Sample:
             self.grammar.accept(token)
         self._drops_last = _is_ended_by_token(seq)
         if self._detokenizer is not None and not self._drops_last:
-            stop = self._detokenizer.append([token])
+            stop = self.attempt(self._detokenizer.append, [token])
             if stop is not None:
                 seq.stop_reason = stop
-                return True
-        return self.grammar is not None and self.grammar.is_terminated
+                return "stop"
+        if self.error is not None:
+            return "error"
+        return "stop" if self.grammar is not None and self.grammar.is_terminated else None
+
+    def attempt(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What function(*args) returns; None from where on the tokenizer fails, which ends this
+        completion and no other."""
+        if self.error is None:
+            try:
+                return function(*args)
+            except TokenizerError as error:
+                self.error = f"the tokenizer failed on the output: {error}"
+        return None
 
     def take_delta(self) -> StreamDelta | None:
         """What is new, or None. Tokens whose text is held back come with their text."""
@@ -74,10 +89,12 @@ class Sample:
         self._is_closed = reason is not None
         if self._detokenizer is not None:
             if reason is not None:
-                self._detokenizer.finish()
-            text = self._detokenizer.take_delta()
+                self.attempt(self._detokenizer.finish)
+            text = self.attempt(self._detokenizer.take_delta) or ""
         if reason is None and not text and self._detokenizer is not None:
             return None
+        if self.error is not None:
+            reason = "error"
         token_ids = seq.completion_token_ids[self._num_streamed :].tolist()
         self._num_streamed += len(token_ids)
         return StreamDelta(
@@ -94,9 +111,10 @@ class Sample:
         """One more position; ids and values: [k] of the most probable tokens."""
         assert self.logprobs is not None, "logprobs of a sample that did not ask"
         num = self.seq.sampling_params.logprobs or 0
-        self.logprobs.append(
-            token_logprobs(self._tokenizer, token, logprob, rank, ids[:num], values[:num])
-        )
+        args = self._tokenizer, token, logprob, rank, ids[:num], values[:num]
+        found = self.attempt(token_logprobs, *args)
+        if found is not None:
+            self.logprobs.append(found)
 
     def output(self) -> SampleOutput:
         seq, params = self.seq, self.seq.sampling_params
@@ -104,12 +122,14 @@ class Sample:
         reason: FinishReason = seq.finish_reason or "abort"
         text = ""
         if self._detokenizer is not None:
-            self._detokenizer.finish()
+            self.attempt(self._detokenizer.finish)
             text = self._detokenizer.text
         elif params.detokenize:
             drops_last = self._drops_last if self.is_watched else _is_ended_by_token(seq)
             shown = token_ids[:-1] if drops_last else token_ids
-            text = self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens)
+            text = self.attempt(self._decode, shown) or ""
+        if self.error is not None:
+            reason, text = "error", ""
         return SampleOutput(
             text=text,
             token_ids=token_ids,
@@ -117,6 +137,11 @@ class Sample:
             stop_reason=seq.stop_reason,
             logprobs=self.logprobs,
         )
+
+    def _decode(self, token_ids: list[int]) -> str:
+        skips = self.seq.sampling_params.skip_special_tokens
+        text: str = call_tokenizer(self._tokenizer.decode, token_ids, skip_special_tokens=skips)
+        return text
 
 
 def _is_ended_by_token(seq: Sequence) -> bool:
@@ -158,9 +183,8 @@ class Request:
         for position, (value, rank, ids, values) in enumerate(zip(*parts, strict=True), start + 1):
             if position < len(self._prompt_logprobs):
                 token = int(self._prompt_ids[position])
-                self._prompt_logprobs[position] = token_logprobs(
-                    self._tokenizer, token, value, rank, ids[:num], values[:num]
-                )
+                args = self._tokenizer, token, value, rank, ids[:num], values[:num]
+                self._prompt_logprobs[position] = self.samples[0].attempt(token_logprobs, *args)
 
     def output(self) -> RequestOutput:
         """The result, once every sample has ended."""
@@ -168,7 +192,9 @@ class Request:
         first = self.samples[0].seq
         error = None
         if any(output["finish_reason"] == "error" for output in outputs):
-            error = "the model's logits were not finite, or nothing was left to draw from"
+            errors = [sample.error for sample in self.samples if sample.error is not None]
+            what = "the model's logits were not finite, or nothing was left to draw from"
+            error = next(iter(errors), what)
         return RequestOutput(
             **outputs[0],
             prompt_token_ids=self._prompt_ids.tolist(),
@@ -215,7 +241,7 @@ def token_logprobs(
     """Of the token itself, then of the k most probable; params as Logprobs has them."""
 
     def entry(token_id: int, value: float, rank: int) -> Logprob:
-        return Logprob(value, rank, tokenizer.decode([token_id]))
+        return Logprob(value, rank, call_tokenizer(tokenizer.decode, [token_id]))
 
     found = {token: entry(token, logprob, rank)}
     for i, (token_id, value) in enumerate(zip(ids, values, strict=True), 1):

@@ -4,7 +4,6 @@ It knows requests and what a step gives; which requests there are, and what beco
 results, is up to the engine.
 """
 
-import gc
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -97,14 +96,7 @@ class StepLoop:
                     self.add(request)
                 if self.is_finished():
                     return
-                # New objects by the thousand set off the garbage collector, which would walk
-                # through all of torch's, a tenth of a second at a time, while the device waits.
-                gc.freeze()
-                try:
-                    outcome = self.step()
-                finally:
-                    gc.unfreeze()
-                yield outcome
+                yield self.step()
         except BaseException:  # an interrupt too
             self.reset()
             raise

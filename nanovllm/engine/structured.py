@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.json_schema import MAX_CHARS, check_regex, read_schema
+from nanovllm.engine.tokenizer import whole_tokenizer
 
 KINDS = ("json_schema", "regex", "grammar", "choice")
 MAX_CACHED = 256  # compiled grammars, 0.1 to 10 MB each
@@ -149,13 +150,13 @@ class GrammarCompiler:
 
     def _tokenizer_info(self, xgrammar: Any) -> Any:
         """What xgrammar knows of the vocabulary: the bytes of each token, none for special ones."""
-        stop_ids = self.stop_token_ids
+        stop_ids, tokenizer = self.stop_token_ids, whole_tokenizer(self.tokenizer)
         found = xgrammar.TokenizerInfo.from_huggingface(
-            self.tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop_ids or None
+            tokenizer, vocab_size=self.vocab_size, stop_token_ids=stop_ids or None
         )
-        added = self.tokenizer.added_tokens_decoder
+        added = tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}.union(stop_ids)
-        special.update(self.tokenizer.all_special_ids)
+        special.update(tokenizer.all_special_ids)
         tokens = [b"" if i in special else token for i, token in enumerate(found.decoded_vocab)]
         return xgrammar.TokenizerInfo(
             tokens,

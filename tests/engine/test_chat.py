@@ -273,7 +273,7 @@ def test_missing_jinja_is_a_sentence_with_the_command(qwen3, monkeypatch):
         raise ImportError("apply_chat_template requires jinja2 to be installed.")
 
     monkeypatch.setattr(type(qwen3), "apply_chat_template", fail)
-    with pytest.raises(RuntimeError, match="needs jinja2, try pip install jinja2"):
+    with pytest.raises(ImportError, match="needs jinja2, try pip install jinja2"):
         render_chat(qwen3, HELLO, on_error="return")
 
 
@@ -293,6 +293,30 @@ def test_errors_keep_their_places_on_the_way_through_the_reader(llama):
     reader = PromptReader(llama, len(llama), 100)
     ids, error = reader.read(results, on_error="return")
     assert ids.tolist() == results[0] and error is results[1]
+
+
+class PanicException(BaseException):
+    """As the tokenizers library, written in Rust, has it: no Exception."""
+
+
+@pytest.mark.parametrize("name", ["apply_chat_template", "get_chat_template"])
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (PanicException("no"), ValueError),
+        (KeyboardInterrupt("template"), KeyboardInterrupt),
+        (SystemExit("template"), SystemExit),
+    ],
+)
+def test_panic_under_a_template_is_an_error_and_an_interrupt_is_not(
+    name, error, kind, qwen3, monkeypatch
+):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(type(qwen3), name, fail)
+    with pytest.raises(kind, match="template"):
+        render_chat(qwen3, HELLO)
 
 
 def test_bundled_template_is_what_the_tests_think(qwen3):

@@ -206,7 +206,7 @@ def test_stop_token_beside_stop_strings(keep, make, tokenizer):
     assert feed(sample, ids[:-1]) is None
     store(sample.seq, ids[-1])
     sample.seq.finish_reason, sample.seq.stop_reason = "stop", ids[-1]
-    assert sample.append(ids[-1]) is keep
+    assert sample.append(ids[-1]) == ("stop" if keep else None)
     assert sample.seq.stop_reason == (tail if keep else ids[-1])
     assert request.output()["text"] == tokenizer.decode(ids if keep else ids[:-1])
 

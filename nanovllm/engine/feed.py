@@ -1,0 +1,78 @@
+"""feed: requests from an iterator of any length, results as they end; only what runs is held."""
+
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from nanovllm.engine.intake import Intake, known_prompt_ids
+from nanovllm.engine.request import Request, refused
+from nanovllm.engine.step_loop import StepLoop
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+CHUNK = 64  # prompts checked and tokenized at once, which is faster than one by one
+
+Item = tuple[int, Any, SamplingParams | None]  # key, prompt, params
+
+
+def feed(
+    loop: StepLoop, intake: Intake, check: Callable[[], object], items: Iterable[Item | None]
+) -> Generator[tuple[int, RequestOutput], None, None]:
+    """See LLMEngine.generate_each. check: raises if the engine can take no such call now."""
+    check()  # again: another one may have been begun meanwhile
+    source = _Source(intake, items)
+    todo = source.requests()
+    while not source.is_done:  # serving ends where there is nothing for now, too
+        with closing(loop.serve(todo)) as outcomes:
+            for outcome in outcomes:
+                for request in outcome.ended:
+                    yield request.index, request.output()
+                yield from source.take_refused()
+        yield from source.take_refused()
+
+
+class _Source:
+    def __init__(self, intake: Intake, items: Iterable[Item | None]) -> None:
+        self.is_done = False  # nothing will come any more
+        self._intake, self._items = intake, iter(items)
+        self._refused: list[tuple[int, RequestOutput]] = []
+
+    def requests(self) -> Iterator[Request | None]:
+        """A request for each item that can be run; None: none for now."""
+        while not self.is_done:
+            chunk, is_short = self._next_chunk()
+            params = [SamplingParams() if params is None else params for _, _, params in chunk]
+            prepared = self._intake.read([prompt for _, prompt, _ in chunk], params, "return")
+            for (key, _, _), p in zip(chunk, prepared, strict=True):
+                if p.error is None:
+                    yield self._intake.make(replace(p, index=key), turn=key)
+                else:
+                    error = _without_place(p.error, p.index)
+                    self._refused.append((key, refused(known_prompt_ids(p), error)))
+            if is_short or self._refused:  # these are told of after a step
+                yield None
+
+    def take_refused(self) -> list[tuple[int, RequestOutput]]:
+        taken, self._refused = self._refused, []
+        return taken
+
+    def _next_chunk(self) -> tuple[list[Item], bool]:
+        """And whether there is less than a chunk for now."""
+        chunk: list[Item] = []
+        for item in self._items:
+            if item is None:
+                return chunk, True
+            chunk.append(item)
+            if len(chunk) == CHUNK:
+                return chunk, False
+        self.is_done = True
+        return chunk, False
+
+
+def _without_place(error: Exception, place: int) -> ValueError:
+    """Places in a chunk mean nothing to the caller."""
+    said = str(error).replace(f"sampling_params[{place}].", "")
+    for name in ("prompt", "sampling_param"):
+        said = said.replace(f"{name}s[{place}]", name)
+    return ValueError(said)
