@@ -40,6 +40,13 @@ def pick_best_ref(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def _address(bases, peer):
+    """One of the addresses that a program has loaded, [RANKS], before it waits for anything."""
+    index = tl.arange(0, bases.shape[0])
+    return tl.sum(tl.where(index == peer, bases, 0), 0)
+
+
+@triton.jit
 def _wait_for(flag_ptr, count, abort_ptr):
     """Until the flag is at this count or beyond (it may wrap around), or everybody is told to stop.
 
@@ -57,16 +64,17 @@ def _wait_for(flag_ptr, count, abort_ptr):
 
 
 @triton.jit
-def _meet(addresses_ptr, abort_ptr, rank, SIZE: tl.constexpr):
-    """Wait for the programs of the same place on all ranks: each counts its meetings, and writes
-    the count into every peer's memory. A peer that is a meeting ahead has only a higher count."""
+def _meet(bases, abort_ptr, rank, SIZE: tl.constexpr):
+    """Wait for the programs of the same place on all ranks: each adds one to its flag in every
+    peer's memory, and waits until theirs have come as often as itself. A peer that is a meeting
+    ahead has only a higher count."""
     place = tl.program_id(0) * SIZE
-    flags_ptr = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int32)) + place
-    count = tl.load(flags_ptr + rank, volatile=True) + 1
     for peer in tl.static_range(SIZE):
         if peer != rank:
-            theirs_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32)) + place
-            tl.atomic_xchg(theirs_ptr + rank, count, sem="release", scope="sys")
+            theirs_ptr = _address(bases, peer).to(tl.pointer_type(tl.int32)) + place + rank
+            tl.atomic_add(theirs_ptr, 1, sem="release", scope="sys")
+    flags_ptr = _address(bases, rank).to(tl.pointer_type(tl.int32)) + place
+    count = tl.load(flags_ptr + rank, volatile=True) + 1
     for peer in tl.static_range(SIZE):
         if peer != rank:
             _wait_for(flags_ptr + peer, count, abort_ptr)
@@ -78,23 +86,25 @@ def _meet(addresses_ptr, abort_ptr, rank, SIZE: tl.constexpr):
 def _sum_kernel(
     addresses_ptr, abort_ptr, rank, offset, residual_ptr, weight_ptr, normed_ptr, out_ptr, num_rows,
     eps,
-    SIZE: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     cols = tl.arange(0, BLOCK_K)[None, :]
+    index = tl.arange(0, RANKS)
+    bases = tl.load(addresses_ptr + index, mask=index < SIZE, other=0)
     dtype = out_ptr.dtype.element_ty
     if NORM:
         weight = tl.load(weight_ptr + cols, mask=cols < K, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    _meet(addresses_ptr, abort_ptr, rank, SIZE)
+    _meet(bases, abort_ptr, rank, SIZE)
     for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)[:, None]  # a slot is far below 2**31 elements
         live = (rows < num_rows) & (cols < K)
         total = tl.zeros([ROWS, BLOCK_K], tl.float32)
         for peer in tl.static_range(SIZE):
-            slot_ptr = (tl.load(addresses_ptr + peer) + offset).to(tl.pointer_type(dtype))
+            slot_ptr = (_address(bases, peer) + offset).to(tl.pointer_type(dtype))
             slot_ptr = tl.multiple_of(slot_ptr, 16)
             part = tl.load(slot_ptr + rows * K + cols, live, 0.0, cache_modifier=".cg")
             total += part.to(tl.float32)
@@ -125,8 +135,9 @@ def _launch_sum(
     _sum_kernel[(grid,)](
         peers.addresses, peers.abort, peers.rank, slot.offset, residual, weight, normed, out,
         num_rows, eps,
-        SIZE=peers.size, K=k, BLOCK_K=block_k, ROWS=rows, NORM=normed is not None, PDL=facts.pdl,
-        num_warps=4 if block_k <= 2048 else 8, launch_pdl=facts.pdl,
+        SIZE=peers.size, RANKS=launch.next_power_of_2(peers.size), K=k, BLOCK_K=block_k, ROWS=rows,
+        NORM=normed is not None, PDL=facts.pdl, num_warps=4 if block_k <= 2048 else 8,
+        launch_pdl=facts.pdl,
     )  # fmt: skip
 
 
@@ -161,22 +172,24 @@ def sum_add_rms_norm(
 @triton.jit(do_not_specialize=["n", "offset", "rank"])
 def _pick_best_kernel(
     addresses_ptr, abort_ptr, rank, offset, values_ptr, tokens_ptr, out_ptr, n,
-    SIZE: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, RANKS: tl.constexpr, CAPACITY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A rank's pairs lie in its memory as values, then tokens. Like the draw before it, it releases
     no successor early."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mine_ptr = (tl.load(addresses_ptr + rank) + offset).to(tl.pointer_type(tl.float32))
+    index = tl.arange(0, RANKS)
+    bases = tl.load(addresses_ptr + index, mask=index < SIZE, other=0)
+    mine_ptr = (_address(bases, rank) + offset).to(tl.pointer_type(tl.float32))
     tl.store(mine_ptr + i, tl.load(values_ptr + i, mask=i < n, other=0.0), mask=i < n)
     mine_ptr = mine_ptr.to(tl.pointer_type(tl.int32))
     token = tl.load(tokens_ptr + i, mask=i < n, other=0).to(tl.int32)
     tl.store(mine_ptr + CAPACITY + i, token, mask=i < n)
     tl.debug_barrier()
-    _meet(addresses_ptr, abort_ptr, rank, SIZE)
+    _meet(bases, abort_ptr, rank, SIZE)
     best = tl.full([BLOCK], -float("inf"), tl.float32)
     chosen = tl.full([BLOCK], -1, tl.int32)
     for peer in tl.static_range(SIZE):
-        pairs_ptr = (tl.load(addresses_ptr + peer) + offset).to(tl.pointer_type(tl.float32))
+        pairs_ptr = (_address(bases, peer) + offset).to(tl.pointer_type(tl.float32))
         value = tl.load(pairs_ptr + i, mask=i < n, other=0.0, cache_modifier=".cg")
         pairs_ptr = pairs_ptr.to(tl.pointer_type(tl.int32)) + CAPACITY
         token = tl.load(pairs_ptr + i, mask=i < n, other=0, cache_modifier=".cg")
@@ -196,6 +209,7 @@ def pick_best(peers: PeerMemory, values: torch.Tensor, tokens: torch.Tensor) -> 
     out = torch.empty_like(tokens)
     _pick_best_kernel[(launch.cdiv(n, block),)](
         peers.addresses, peers.abort, peers.rank, PAIRS_AT, values, tokens, out, n,
-        SIZE=peers.size, CAPACITY=MAX_PAIRS, BLOCK=block, num_warps=4,
+        SIZE=peers.size, RANKS=launch.next_power_of_2(peers.size), CAPACITY=MAX_PAIRS, BLOCK=block,
+        num_warps=4,
     )  # fmt: skip
     return out
