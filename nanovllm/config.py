@@ -7,10 +7,14 @@ are returned by whoever computes them and passed on.
 import difflib
 import json
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from nanovllm.errors import naming
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -42,41 +46,30 @@ class Config:
 
     def __post_init__(self) -> None:
         # Normalised in place: numpy scalars become ints, a Path becomes a str.
-        if isinstance(self.model, Path):
-            object.__setattr__(self, "model", str(self.model))
-        if not isinstance(self.model, str):
-            raise TypeError(f"model: got {self.model!r}, needs a directory or a hub id as a string")
-        if not self.model.strip():
-            raise ValueError("model: got an empty string, needs a directory or a hub id")
-        self._check_int("max_num_batched_tokens", 1)
-        self._check_int("max_num_seqs", 1)
-        self._check_int("max_model_len", 2)
-        self._check_int("tensor_parallel_size", 1, 8)
-        self._check_int("kvcache_block_size", 1)
-        if self.num_kvcache_blocks is not None:
-            self._check_int("num_kvcache_blocks", 1)
-        self._check_int("seed", 0, 2**63 - 1)
-        util = self.gpu_memory_utilization
-        if isinstance(util, bool) or not isinstance(util, numbers.Real):
-            raise TypeError(f"gpu_memory_utilization: got {util!r}, needs a number, try 0.9")
-        if not 0 < util <= 1:  # also false for NaN
-            raise ValueError(f"gpu_memory_utilization: got {util}, needs 0 < x <= 1, try 0.9")
-        for name in ("step_timeout", "start_timeout"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, numbers.Real):
-                raise TypeError(f"{name}: got {value!r}, needs a number of seconds, try 60")
-            if not 0 < value < 1e6:  # also false for NaN
-                raise ValueError(f"{name}: got {value}, needs 0 < seconds < 1e6, try 60")
-            object.__setattr__(self, name, float(value))
-        for name in ("enforce_eager", "overlap", "deterministic"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {getattr(self, name)!r}, needs True or False")
-        self._check_choice("dtype", DTYPES)
-        self._check_choice("device", DEVICES)
-        self._check_choice("load_format", LOAD_FORMATS)
-        self._check_choice("schedule_policy", SCHEDULE_POLICIES)
-        if not isinstance(self.attention_backend, str):
-            raise TypeError(f"attention_backend: got {self.attention_backend!r}, needs a name")
+        for name, check in self._checks().items():
+            with naming(name):
+                check(name)
+
+    def _checks(self) -> dict[str, Callable[[str], None]]:
+        """How each field is checked."""
+        return {
+            "model": self._check_model,
+            "max_num_batched_tokens": partial(self._check_int, low=1),
+            "max_num_seqs": partial(self._check_int, low=1),
+            "max_model_len": partial(self._check_int, low=2),
+            "gpu_memory_utilization": self._check_share,
+            "tensor_parallel_size": partial(self._check_int, low=1, high=8),
+            "kvcache_block_size": partial(self._check_int, low=1),
+            "num_kvcache_blocks": self._check_num_blocks,
+            "seed": partial(self._check_int, low=0, high=2**63 - 1),
+            **dict.fromkeys(("step_timeout", "start_timeout"), self._check_seconds),
+            **dict.fromkeys(("enforce_eager", "overlap", "deterministic"), self._check_flag),
+            "dtype": partial(self._check_choice, choices=DTYPES),
+            "device": partial(self._check_choice, choices=DEVICES),
+            "load_format": partial(self._check_choice, choices=LOAD_FORMATS),
+            "schedule_policy": partial(self._check_choice, choices=SCHEDULE_POLICIES),
+            "attention_backend": self._check_name,
+        }
 
     @classmethod
     def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
@@ -94,22 +87,60 @@ class Config:
                 )
         return cls(model, **kwargs)
 
+    def _check_model(self, name: str) -> None:
+        if isinstance(self.model, Path):
+            object.__setattr__(self, name, str(self.model))
+        if not isinstance(self.model, str):
+            got = f"{self.model!r:.80}"
+            raise TypeError(f"model: got {got}, needs a directory or a hub id as a string")
+        if not self.model.strip():
+            raise ValueError("model: got an empty string, needs a directory or a hub id")
+
     def _check_int(self, name: str, low: int, high: int | None = None) -> None:
         value = getattr(self, name)
         need = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
         if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name}: got {value!r}, needs {need}")
+            raise TypeError(f"{name}: got {value!r:.80}, needs {need}")
         number = int(value)
         if number < low or (high is not None and number > high):
-            raise ValueError(f"{name}: got {value}, needs {need}")
+            raise ValueError(f"{name}: got {value!s:.80}, needs {need}")
         object.__setattr__(self, name, number)
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+    def _check_num_blocks(self, name: str) -> None:
+        if self.num_kvcache_blocks is not None:
+            self._check_int(name, 1)
+
+    def _check_share(self, name: str) -> None:
+        if not 0 < self._number(name, "a number, try 0.9") <= 1:  # also false for NaN
+            got = getattr(self, name)
+            raise ValueError(f"{name}: got {got!s:.80}, needs 0 < x <= 1, try 0.9")
+
+    def _check_seconds(self, name: str) -> None:
+        seconds = self._number(name, "a number of seconds, try 60")
+        if not 0 < seconds < 1e6:  # also false for NaN
+            got = getattr(self, name)
+            raise ValueError(f"{name}: got {got!s:.80}, needs 0 < seconds < 1e6, try 60")
+        object.__setattr__(self, name, seconds)
+
+    def _number(self, name: str, need: str) -> float:
         value = getattr(self, name)
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: got {value!r}, needs a string, one of {', '.join(choices)}")
-        if value not in choices:
-            raise ValueError(f"{name}: got {value!r}, needs one of {', '.join(choices)}")
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{name}: got {value!r:.80}, needs {need}")
+        return float(value)
+
+    def _check_flag(self, name: str) -> None:
+        if not isinstance(getattr(self, name), bool):
+            raise TypeError(f"{name}: got {getattr(self, name)!r:.80}, needs True or False")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        self._check_name(name, f"a string, one of {', '.join(choices)}")
+        if getattr(self, name) not in choices:
+            got = getattr(self, name)
+            raise ValueError(f"{name}: got {got!r:.80}, needs one of {', '.join(choices)}")
+
+    def _check_name(self, name: str, need: str = "a name") -> None:
+        if not isinstance(getattr(self, name), str):
+            raise TypeError(f"{name}: got {getattr(self, name)!r:.80}, needs {need}")
 
 
 def resolve_checkpoint(model: str) -> Path:

@@ -1,10 +1,11 @@
 """Faults that are not this package's: what callers' objects and tokenizers raise, and its names."""
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
 from itertools import islice
 from typing import Any
+
+from nanovllm.errors import naming
 
 
 class TokenizerError(ValueError):
@@ -25,20 +26,6 @@ def call_tokenizer(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         if not is_failure(error):
             raise
         raise TokenizerError(f"{error!s:.300}") from error
-
-
-@contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Whatever a caller's object raises while it is looked at becomes an error that names it."""
-    try:
-        yield
-    except ImportError:  # something is not installed
-        raise
-    except Exception as error:
-        if isinstance(error, (ValueError, TypeError)) and str(error).startswith(name):
-            raise
-        kind = ValueError if isinstance(error, ValueError) else TypeError
-        raise kind(f"{name}: cannot be read, {type(error).__name__}: {error!s:.200}") from error
 
 
 def attempt(function: Callable[..., Any], name: str, *args: Any) -> Any:
