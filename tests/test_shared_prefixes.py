@@ -1,5 +1,6 @@
 """What prompts share is computed once, in one step too, and changes no token (fp32, CPU)."""
 
+import logging
 import random
 
 import pytest
@@ -45,6 +46,13 @@ def test_copies_in_one_call_are_computed_once(rest):
         outputs = llm.generate([prompt] * 8, params, use_tqdm=False)
     assert num_computed(outputs) == len(prompt) + 7 * (rest or BLOCK)
     assert len({tuple(o["token_ids"]) for o in outputs}) == 1
+
+
+def test_last_line_of_the_log_says_how_much_was_cached(caplog):
+    prompt = list(range(5, 5 + 3 * BLOCK + 2))
+    with make() as llm, caplog.at_level(logging.INFO, "nanovllm"):
+        llm.generate([prompt] * 2, SamplingParams(max_tokens=4, ignore_eos=True, n=2))
+    assert "2 requests, 100 prompt tokens (48 % of them cached), 16 output tokens" in caplog.text
 
 
 @pytest.mark.parametrize(

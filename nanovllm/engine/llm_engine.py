@@ -216,6 +216,7 @@ class LLMEngine:
                 for request in outcome.ended:
                     deliver(request.index, request.output())
                 progress.update(outcome.batch, len(outcome.ended))
+        progress.log_end(outputs.values())
         return [outputs[p.index] for p in prepared]
 
     def generate_each(

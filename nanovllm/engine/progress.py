@@ -1,17 +1,23 @@
-"""Progress: the bar over finished requests, with the speed of the last steps of each kind."""
+"""Progress: the bar over finished requests, with the speed of the last steps of each kind, and the
+line about all of them at the end."""
 
+import logging
 import time
+from collections.abc import Iterable
 
 from tqdm.auto import tqdm
 
 from nanovllm.engine.sequence import ScheduledBatch
+from nanovllm.outputs import RequestOutput
+
+logger = logging.getLogger("nanovllm")
 
 
 class Progress:
     def __init__(self, num_requests: int, is_shown: bool) -> None:
         self._bar = tqdm(total=num_requests, desc="Generating", disable=not is_shown)
         self._speeds = {"prefill": "0 tok/s", "decode": "0 tok/s"}
-        self._last = time.perf_counter()
+        self._start = self._last = time.perf_counter()
 
     def __enter__(self) -> "Progress":
         return self
@@ -30,3 +36,25 @@ class Progress:
             self._speeds["prefill" if batch.is_prefill else "decode"] = f"{speed:.0f} tok/s"
             self._bar.set_postfix(self._speeds, refresh=False)
         self._bar.update(num_finished)
+
+    def log_end(self, outputs: Iterable[RequestOutput]) -> None:
+        """How much there was, and how much of it the prefix cache spared, unless nobody watches."""
+        if self._bar.disable:
+            return
+        num, num_prompt, num_cached, num_output = 0, 0, 0, 0
+        for output in outputs:
+            num += 1
+            num_prompt += len(output["prompt_token_ids"])
+            num_cached += output["num_cached_tokens"]
+            num_output += sum(len(sample["token_ids"]) for sample in output["outputs"])
+        seconds = time.perf_counter() - self._start
+        logger.info(
+            "nanovllm: %d requests, %d prompt tokens (%.0f %% of them cached), %d output tokens in"
+            " %.1f s, %.0f tok/s",
+            num,
+            num_prompt,
+            100 * num_cached / max(num_prompt, 1),
+            num_output,
+            seconds,
+            num_output / seconds,
+        )
