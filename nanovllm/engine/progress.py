@@ -15,6 +15,7 @@ logger = logging.getLogger("nanovllm")
 
 class Progress:
     def __init__(self, num_requests: int, is_shown: bool) -> None:
+        self._is_shown = is_shown
         self._bar = tqdm(total=num_requests, desc="Generating", disable=not is_shown)
         self._speeds = {"prefill": "0 tok/s", "decode": "0 tok/s"}
         self._start = self._last = time.perf_counter()
@@ -39,7 +40,7 @@ class Progress:
 
     def log_end(self, outputs: Iterable[RequestOutput]) -> None:
         """How much there was, and how much of it the prefix cache spared, unless nobody watches."""
-        if self._bar.disable:
+        if not self._is_shown:
             return
         num, num_prompt, num_cached, num_output = 0, 0, 0, 0
         for output in outputs:
