@@ -1,0 +1,92 @@
+"""generate_each: any number of requests, of which only a window is taken at a time."""
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from tests.test_bundled import BUNDLED
+from tests.test_streaming import assert_idle
+
+PARAMS = SamplingParams(temperature=1, max_tokens=6)
+
+
+@pytest.fixture
+def llm():
+    with LLM(str(BUNDLED), device="cpu", max_num_seqs=4) as llm:
+        yield llm
+
+
+def test_same_results_as_generate_whatever_the_order(llm):
+    """Drawn at random: what is drawn depends on the key."""
+    prompts = [f"Once upon a time there were {n} animals" for n in range(100)]
+    expected = llm.generate(prompts, PARAMS, use_tqdm=False)
+    items = [(key, prompt, PARAMS) for key, prompt in enumerate(prompts)]
+    found = dict(llm.generate_each(reversed(items)))
+    assert [found[key]["text"] for key in range(100)] == [output["text"] for output in expected]
+
+
+def test_takes_no_more_than_it_has_room_for(llm):
+    num_taken = num_ended = most = 0
+
+    def endless():
+        nonlocal num_taken
+        while True:
+            num_taken += 1
+            yield num_taken, "Hello", PARAMS
+
+    outputs = llm.generate_each(endless())
+    for num_ended, _ in enumerate(outputs, 1):
+        most = max(most, num_taken - num_ended)
+        if num_ended == 300:
+            break
+    outputs.close()
+    assert most <= 64 + 3 * 4  # a chunk, those that run or wait, those of the last step
+    assert_idle(llm)
+
+
+def test_none_is_nothing_for_now(llm):
+    """Also when nothing runs, and after bad requests only."""
+    told = []
+
+    def items():
+        yield None
+        yield 1, "", PARAMS
+        yield None
+        assert told == [1]
+        yield 2, "Hello", None
+        yield 3, [10**9], PARAMS
+        while 2 not in told or 3 not in told:
+            yield None
+        yield 4, "Hello", SamplingParams(allowed_token_ids=[10**9])
+
+    errors = {}
+    for key, output in llm.generate_each(items()):
+        told.append(key)
+        errors[key] = output["error"]
+    assert sorted(told) == [1, 2, 3, 4] and errors[2] is None
+    assert errors[1] == "prompt: got an empty prompt, needs at least one token"
+    assert errors[3].startswith("prompt: got token id 1000000000")
+    assert errors[4].startswith("allowed_token_ids: got token id 1000000000")
+    assert_idle(llm)
+
+
+def test_error_of_the_iterator_comes_through_and_leaves_nothing(llm):
+    def items():
+        yield 0, "Hello", PARAMS
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        list(llm.generate_each(items()))
+    assert_idle(llm)
+    assert list(llm.generate_each([])) == []
+
+
+def test_engine_that_is_busy_refuses(llm):
+    outputs = llm.generate_each([(i, "Hello", PARAMS) for i in range(9)])
+    next(outputs)
+    with pytest.raises(RuntimeError, match="generate_each: requests"):
+        llm.generate_each([])
+    outputs.close()
+    early = llm.generate_each([(0, "Hello", PARAMS)])
+    llm.add_request("Hello", PARAMS)
+    with pytest.raises(RuntimeError, match="generate_each: requests"):
+        next(early)
