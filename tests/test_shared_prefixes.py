@@ -48,6 +48,23 @@ def test_copies_in_one_call_are_computed_once(rest):
     assert len({tuple(o["token_ids"]) for o in outputs}) == 1
 
 
+def test_block_left_half_way_is_copied_as_far_as_it_is_equal():
+    """300 tokens are shared: a block of 256, and 44 + 40 of the next, copied from the first."""
+    rng = random.Random(3)
+    head = [rng.randrange(2000) for _ in range(340)]
+    prompts = [head + [rng.randrange(2000) for _ in range(n)] for n in (300, 20, 100)]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with make(kvcache_block_size=256, max_model_len=1024) as llm:
+        together = [llm.generate(p, params, use_tqdm=False)[0] for p in prompts]
+    assert [o["num_cached_tokens"] for o in together] == [0, 340, 340]
+    for prompt, output in zip(prompts, together, strict=True):
+        with make(kvcache_block_size=256, max_model_len=1024) as llm:
+            assert (
+                llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"]
+                == (output["token_ids"])
+            )
+
+
 def test_last_line_of_the_log_says_how_much_was_cached(caplog):
     prompt = list(range(5, 5 + 3 * BLOCK + 2))
     with make() as llm, caplog.at_level(logging.INFO, "nanovllm"):

@@ -5,8 +5,14 @@ import numpy as np
 from nanovllm.engine.sequence import IntArray, ScheduledBatch, SequenceTable, SpecialRow
 
 
-def build_prefill(table: SequenceTable, rows: IntArray, counts: IntArray) -> ScheduledBatch:
-    """Compute so many tokens more of each row's sequence."""
+def build_prefill(
+    table: SequenceTable,
+    row_list: list[int],
+    count_list: list[int],
+    copies: list[tuple[int, int, int]],
+) -> ScheduledBatch:
+    """Compute so many tokens more of each row's sequence, after these copies within the cache."""
+    rows, counts = np.array(row_list, np.int32), np.array(count_list, np.int32)
     starts = table.num_cached_tokens[rows]
     ends = starts + counts
     is_sampled = ends == table.num_tokens[rows]
@@ -38,6 +44,7 @@ def build_prefill(table: SequenceTable, rows: IntArray, counts: IntArray) -> Sch
         seeds=table.seeds[rows],
         prompt_logprobs=prompt_logprobs,
         next_ids=next_ids,
+        copies=np.array(copies, np.int32).reshape(-1, 3),
         special=special,
         is_redrawn=bool(special),
     )

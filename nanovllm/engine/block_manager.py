@@ -12,12 +12,17 @@ equal prefix all the way down.
     content id  |   17     |   18     |
     parent id   |    0     |   17     |                 0 is "no parent"
 
+A prompt that leaves a published block half way may copy the K/V of the tokens that it shares with
+it into a block of its own. Copies are made ahead of all else in the step that the prompt is
+scheduled for, so their sources must have been written by a step before.
+
 A freed block keeps its content and waits in the free queue. The queue is taken from the left, the
 least recently freed first, and a sequence frees its blocks in reverse, so tails go before the
 prefixes that others may share.
 """
 
 from collections import OrderedDict
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +34,9 @@ _ROOT = 0  # content id of the empty prefix
 
 
 class BlockManager:
+    MIN_COPIED_TOKENS = 64  # below, computing them takes no longer than a copy's launch
+    MAX_SOURCES = 8  # blocks looked at for one to copy from
+
     def __init__(self, num_blocks: int, block_size: int, table: SequenceTable) -> None:
         """num_blocks blocks of block_size tokens, handed out to the rows of table."""
         self.num_blocks = num_blocks
@@ -40,6 +48,9 @@ class BlockManager:
         self._parent_ids = [_ROOT] * num_blocks
         self._tokens: npt.NDArray[np.int32] = np.empty((num_blocks, block_size), np.int32)
         self._hash_to_block: dict[int, int] = {}
+        self._children: dict[int, dict[int, None]] = {}  # parent id -> published blocks, in order
+        self._new: set[int] = set()  # published in this step, which has yet to write them
+        self.copies: list[tuple[int, int, int]] = []  # of this step: source, target, tokens
         # Insertion order is queue order; removal from the middle is O(1), which a deque's is not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._next_content_id = _ROOT + 1
@@ -52,8 +63,14 @@ class BlockManager:
         """The chained hash of one full block, int32 [block_size], under its parent's hash."""
         return xxhash.xxh64_intdigest(tokens.data, seed=parent_hash)
 
+    def begin_step(self) -> None:
+        """What is allocated and published from here on is the next step's."""
+        self.copies = []
+        self._new.clear()
+
     def allocate(self, seq: Sequence, num_reserved: int = 0) -> bool:
-        """Give an admitted sequence blocks for all its tokens, taking cached ones where it can.
+        """Give an admitted sequence blocks for all its tokens, taking cached ones where it can, and
+        note the copy of what it shares with another one.
 
         Sets its num_cached_tokens. Returns False, having changed nothing, when the pool cannot
         serve it and keep num_reserved blocks free.
@@ -67,10 +84,13 @@ class BlockManager:
             if self._ref_counts[block] == 0:
                 del self._free[block]
             self._ref_counts[block] += 1
+        source, num_copied = self._find_source(seq, hits)
         blocks = hits + [self._take_free_block() for _ in range(num_new)]
+        if num_copied:
+            self.copies.append((source, blocks[len(hits)], num_copied))
         self._table.block_tables[seq.row, : len(blocks)] = blocks
         self._table.num_blocks[seq.row] = len(blocks)
-        self._table.num_cached_tokens[seq.row] = len(hits) * self.block_size
+        self._table.num_cached_tokens[seq.row] = len(hits) * self.block_size + num_copied
         return True
 
     def append_block(self, row: int) -> bool:
@@ -107,6 +127,8 @@ class BlockManager:
             self._next_content_id += 1
             self._tokens[block] = content
             self._hash_to_block[hashes[i]] = block
+            self._children.setdefault(parent_id, {})[block] = None
+            self._new.add(block)
 
     def free(self, seq: Sequence, forget: bool = False) -> None:
         """Release a sequence's blocks; forget: also unpublish those nobody else holds."""
@@ -126,6 +148,11 @@ class BlockManager:
 
     def _unpublish(self, block: int) -> None:
         block_hash = self._hashes[block]
+        if block_hash is not None:
+            siblings = self._children[self._parent_ids[block]]
+            del siblings[block]
+            if not siblings:
+                del self._children[self._parent_ids[block]]
         if block_hash is not None and self._hash_to_block.get(block_hash) == block:
             del self._hash_to_block[block_hash]
         self._hashes[block] = None
@@ -155,6 +182,23 @@ class BlockManager:
             hits.append(block)
             parent_id = self._content_ids[block]
         return hits
+
+    def _find_source(self, seq: Sequence, hits: list[int]) -> tuple[int, int]:
+        """The block that shares the most tokens with the first one that is not cached, and how
+        many; or (-1, 0). The last token of a block is never copied, since who fills it publishes
+        it, nor is the prompt's, whose logits are needed."""
+        start = len(hits) * self.block_size
+        tokens = seq.token_ids[start : min(start + self.block_size, seq.num_tokens) - 1]
+        best = -1, 0
+        if len(tokens) < self.MIN_COPIED_TOKENS or seq.num_prompt_logprobs >= 0:
+            return best
+        siblings = self._children.get(self._content_ids[hits[-1]] if hits else _ROOT, {})
+        for block in islice(reversed(siblings), self.MAX_SOURCES):
+            differs = self._tokens[block, : len(tokens)] != tokens
+            num_shared = int(differs.argmax()) if np.count_nonzero(differs) else len(tokens)
+            if num_shared > best[1] and block not in self._new:
+                best = block, num_shared
+        return best if best[1] >= self.MIN_COPIED_TOKENS else (-1, 0)
 
     def _match(self, block_hash: int, parent_id: int, tokens: npt.NDArray[np.int32]) -> int | None:
         block = self._hash_to_block.get(block_hash)

@@ -117,6 +117,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start one step; its tokens reach the next on the device, and the host by the handle."""
+        if len(batch.copies):
+            kv_cache.copy_tokens(self.pool, batch.copies)
         graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
         result = None if graphs is None else graphs.replay(batch)
         prompts: list[Logprobs] = []
@@ -286,10 +288,6 @@ class ModelRunner:
         self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
         self.decode_graphs = DecodeGraphs(self._captured_step, max_num_seqs, pool, self.device)
         # NCCL's sums stay out of prefills' graphs, which would gain little.
-        limit = distributed.max_rows_of_sums(self.model.lm_head.weight[0].nbytes)
-        self.prefill_graphs = PrefillGraphs(
-            self._captured_forward,
-            self.state,
-            min(config.max_num_batched_tokens, limit),
-            pool,
-        )
+        row_bytes = self.model.lm_head.weight[0].nbytes
+        limit = min(config.max_num_batched_tokens, distributed.max_rows_of_sums(row_bytes))
+        self.prefill_graphs = PrefillGraphs(self._captured_forward, self.state, limit, pool)

@@ -122,6 +122,7 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's work; None when there is none, or none before update() was called."""
+        self.block_manager.begin_step()
         batch = self._schedule_prefill() or self._schedule_decode()
         if batch is not None:
             self._num_inflight_steps += 1
@@ -208,7 +209,7 @@ class Scheduler:
         if not rows:
             return None
         self._num_decodes_since_prefill = 0
-        batch = build_prefill(self.table, np.array(rows, np.int32), np.array(counts, np.int32))
+        batch = build_prefill(self.table, rows, counts, self.block_manager.copies)
         self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
         return batch
 

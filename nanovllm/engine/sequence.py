@@ -232,6 +232,8 @@ class ScheduledBatch:
     # [num_tokens] the token after each of input_ids; both empty where nobody asks.
     prompt_logprobs: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     next_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    # [n, 3] K/V to copy ahead of all else: from this block to that one, so many leading tokens.
+    copies: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
     # Rows that rank 0 draws again; is_redrawn tells the other ranks that it does.
     special: tuple[SpecialRow, ...] = ()
     is_redrawn: bool = False

@@ -150,6 +150,8 @@ class Scenario:
         self.scheduler = scheduler_class(
             self.max_num_seqs, self.budget, max_model_len, size, self.num_blocks, EOS_TOKEN_IDS
         )
+        self.min_copied = r.choice([1, 2, 3, 100])
+        self.scheduler.block_manager.MIN_COPIED_TOKENS = self.min_copied
         self.max_len = min(max_model_len, self.num_blocks * size)
         # A prompt takes at most this many steps, so at least one of as many brings a token.
         self.max_silent_steps = -(-self.max_len // self.budget)
@@ -264,6 +266,7 @@ class Scenario:
             self.counts["resets in flight"] += len(self.inflight) > 1
             self.inflight.clear()
             self.scheduler.reset()
+            self.scheduler.block_manager.MIN_COPIED_TOKENS = self.min_copied
             self.live.clear()
             self.silent_steps = 0
             self._forget_cache()
@@ -356,6 +359,7 @@ class Scenario:
         if batch.is_redrawn != bool(batch.special) or next(special, None) is not None:
             self._fail(14, f"special rows {batch.special}, redrawn: {batch.is_redrawn}")
         self._check_writes(step)
+        self._copy(step, self.ahead)
         for block, offset, prefix, _ in step.writes:
             self.ahead[block][offset] = prefix
         self._count_step(step)
@@ -435,6 +439,7 @@ class Scenario:
     def _run(self, step: Step) -> None:
         """Write and read the slots that the model does."""
         size, shadow = self.block_size, self.shadow
+        self._copy(step, shadow)
         for block, offset, prefix, seq in step.writes:
             shadow[block][offset] = prefix
             if seq not in self.live:
@@ -449,10 +454,16 @@ class Scenario:
             if not is_right and seq in self.live:  # and not aborted meanwhile
                 self._fail(5, f"{num_tokens} tokens of {req.blocks} read {found}")
 
+    def _copy(self, step: Step, slots: list[list[int]]) -> None:
+        """K/V of some tokens from one block to another, ahead of what the step computes."""
+        for source, target, n in step.batch.copies.tolist():
+            slots[target][:n] = slots[source][:n]
+
     def _poison(self, blocks: list[int]) -> None:
         """Take the K/V of failed requests for garbage, where no healthy one vouches for it."""
+        copied = {source for step in self.queue for source in step.batch.copies[:, 0].tolist()}
         for block, num_holders in Counter(blocks).items():
-            if num_holders == self.ref_counts[block]:
+            if num_holders == self.ref_counts[block] and block not in copied:
                 self.shadow[block] = [GARBAGE] * self.block_size
                 self.ahead[block] = [GARBAGE] * self.block_size
                 if self.scheduler.block_manager._hashes[block] is not None:
@@ -511,6 +522,7 @@ class Scenario:
     def _count_step(self, step: Step) -> None:
         batch, scheduler = step.batch, self.scheduler
         if batch.is_prefill:
+            self.counts["copied tokens"] += int(batch.copies[:, 2].sum())
             self.counts["hit tokens"] += int(batch.num_cached_tokens.sum())
         elif scheduler._num_decodes_since_prefill and scheduler.table.free_rows:
             self.counts["rows left to gather"] += 1

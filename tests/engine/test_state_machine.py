@@ -40,8 +40,9 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
         assert counts["special rows"] >= num_ops // 50
         for event in ("aborts", "error", "preemptions", "resets", "rows left to gather"):
             assert counts[event] >= num_ops // 1000, event
-        for event in ("ends", "ends in flight", "stop ids", "read in the step that wrote"):
+        for event in ("ends", "ends in flight", "stop ids", "copied tokens"):
             assert counts[event] >= num_ops // 1000, event
+        assert counts["read in the step that wrote"] >= num_ops // 1000
         for event in ("aborts in flight", "resets in flight", "writes to another's block"):
             assert counts[event] >= num_ops // 4000, event
 
@@ -449,6 +450,30 @@ def test_driver_accepts_another_way_to_remember_new_blocks() -> None:
     run_scenarios(7, 6_000, NotesNewBlocks)
 
 
+class CopiesWhatIsNotWritten(BlockManager):
+    """From a block that this very step computes."""
+
+    def publish(self, seq, first_block, last_block):
+        super().publish(seq, first_block, last_block)
+        self._new.clear()
+
+
+class CopiesOneTokenTooMany(BlockManager):
+    def _find_source(self, seq, hits):
+        source, num_tokens = super()._find_source(seq, hits)
+        is_more = 0 < num_tokens < self.block_size - 1
+        return source, num_tokens + (is_more and seq.num_tokens > num_tokens + 1)
+
+
+class CopiesAgain(BlockManager):
+    """In every step, after the target has got other tokens or another owner."""
+
+    def begin_step(self):
+        copies = self.copies
+        super().begin_step()
+        self.copies = copies
+
+
 BROKEN_MANAGERS = [
     IgnoresTheParent,
     TrustsTheHash,
@@ -460,6 +485,9 @@ BROKEN_MANAGERS = [
     LeaksTheFirstBlock,
     CachesFailedSteps,
     ReusesContentIds,
+    CopiesWhatIsNotWritten,
+    CopiesOneTokenTooMany,
+    CopiesAgain,
 ]
 BROKEN_SCHEDULERS = [
     PreemptsWithoutFreeing,
