@@ -6,19 +6,11 @@ from json.encoder import encode_basestring as _quote_text
 from typing import Any
 
 from nanovllm.batch_lines import Line
-from nanovllm.outputs import Logprob, RequestOutput, SampleOutput, TokenLogprobs
+from nanovllm.outputs import Logprob, RequestOutput, SampleOutput, TokenLogprobs, count_tokens
 from nanovllm.sampling_params import SamplingParams
 
 _ID = "batch_req_"  # and the line's number
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
-def count_tokens(output: RequestOutput) -> int:
-    """New ones, of all samples."""
-    outputs = output["outputs"]
-    if len(outputs) == 1:
-        return len(output["token_ids"])
-    return sum(len(sample["token_ids"]) for sample in outputs)
 
 
 def _quote(text: str | None) -> str:

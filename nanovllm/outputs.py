@@ -51,6 +51,14 @@ class RequestOutput(SampleOutput):
     error: str | None  # why, where finish_reason is "error"
 
 
+def count_tokens(output: RequestOutput) -> int:
+    """New ones, of all samples."""
+    outputs = output["outputs"]
+    if len(outputs) == 1:
+        return len(output["token_ids"])
+    return sum(len(sample["token_ids"]) for sample in outputs)
+
+
 class StreamDelta(TypedDict):
     """What is new of one completion; the texts of all its deltas are its text."""
 

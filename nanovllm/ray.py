@@ -13,16 +13,16 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from nanovllm.batch_files import Held, ResultFile, open_input
 from nanovllm.batch_lines import Line, LineReader
-from nanovllm.batch_results import count_tokens, known_result, result_line
+from nanovllm.batch_results import known_result, result_line
 from nanovllm.config import Config
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, count_tokens
 from nanovllm.run_batch import (
     ALL_DONE,
     SOME_FAILED,
@@ -30,7 +30,6 @@ from nanovllm.run_batch import (
     Item,
     Job,
     Progress,
-    config_fields,
     ending,
     engine_prompt,
     error_output,
@@ -297,7 +296,7 @@ def _predict(job: Job, ray: Any, rows: Any, predictor: type[LLMPredictor]) -> An
         batch_format="pyarrow",
         compute=actors,
         fn_constructor_kwargs={
-            **config_fields(job.config),
+            **asdict(job.config),
             "sampling_params": dict(job.defaults),
         },
         num_gpus=num_gpus,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import IO, Any, Protocol
 
@@ -25,10 +25,10 @@ from nanovllm.batch_files import (
     read_lines,
 )
 from nanovllm.batch_lines import Line, LineReader
-from nanovllm.batch_results import count_tokens, known_result, result_line
+from nanovllm.batch_results import known_result, result_line
 from nanovllm.config import Config
 from nanovllm.engine.request import refused
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, count_tokens
 from nanovllm.sampling_params import SamplingParams
 
 # Exit statuses. argparse's own is 2 as well.
@@ -66,11 +66,7 @@ class Job:
 def open_engine(config: Config) -> Engine:
     from nanovllm.llm import LLM
 
-    return LLM(**config_fields(config))
-
-
-def config_fields(config: Config) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in config.__dataclass_fields__}
+    return LLM(**asdict(config))
 
 
 def run_batch(job: Job) -> int:

@@ -153,8 +153,8 @@ class BlockManager:
             del siblings[block]
             if not siblings:
                 del self._children[self._parent_ids[block]]
-        if block_hash is not None and self._hash_to_block.get(block_hash) == block:
-            del self._hash_to_block[block_hash]
+            if self._hash_to_block.get(block_hash) == block:
+                del self._hash_to_block[block_hash]
         self._hashes[block] = None
         self._content_ids[block] = _ROOT
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from tqdm.auto import tqdm
 
 from nanovllm.engine.sequence import ScheduledBatch
-from nanovllm.outputs import RequestOutput
+from nanovllm.outputs import RequestOutput, count_tokens
 
 logger = logging.getLogger("nanovllm")
 
@@ -47,7 +47,7 @@ class Progress:
             num += 1
             num_prompt += len(output["prompt_token_ids"])
             num_cached += output["num_cached_tokens"]
-            num_output += sum(len(sample["token_ids"]) for sample in output["outputs"])
+            num_output += count_tokens(output)
         seconds = time.perf_counter() - self._start
         logger.info(
             "nanovllm: %d requests, %d prompt tokens (%.0f %% of them cached), %d output tokens in"

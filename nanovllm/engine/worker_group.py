@@ -98,8 +98,7 @@ class WorkerGroup:
             while self._fault is None and len(self._replies) < len(self._processes):
                 self._changed.wait()
             self._deadline = float("inf")
-            if self._fault is not None:
-                raise self._copy_of_fault()
+            self.check()
             return {rank: frame.scalars for rank, frame in self._replies.items()}
 
     def wait_for_start(self, facts: dict[str, Any]) -> None:
@@ -114,7 +113,7 @@ class WorkerGroup:
         shutil.rmtree(self._folder, ignore_errors=True)  # all have met
 
     def check(self) -> None:
-        """Raise what is wrong, if anything; what a device gave before this call is then sound."""
+        """Raise the fault, if there is one; if not, what a device has given until now is sound."""
         with self._changed:
             if self._fault is not None:
                 raise self._copy_of_fault()
@@ -187,8 +186,7 @@ class WorkerGroup:
     ) -> None:
         """Make every worker do this, and expect their replies within so many seconds."""
         with self._changed:
-            if self._fault is not None:
-                raise self._copy_of_fault()
+            self.check()
             self._replies = {}
             self._deadline = time.monotonic() + seconds
         for rank, channel in self._channels.items():

@@ -93,7 +93,6 @@ def init(
     """Join the group of `size` ranks as `rank`; one rank needs none and joins none.
 
     backend: torch's name of the library; numbers on the host need one that takes the CPU's tensors.
-
     is_hopeless: looked at while the others have not come; True raises ConnectionError.
     """
     global _group
