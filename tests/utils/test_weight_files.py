@@ -77,8 +77,9 @@ class LateStages(weight_files._Stages):
             self.copies.clear()
 
     def _make_half(self):
-        self.events.append(self.Event())
-        return super()._make_half()[0], self.events[-1]
+        event = self.Event()  # of this half alone: other threads append too
+        self.events.append(event)
+        return super()._make_half()[0], event
 
     def _copy(self, piece, half, copied):
         copied.copies.append((piece, half))
