@@ -44,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for knob in fields(SamplingParams):
         if knob.name != "seed":  # Config's, and the line's number, are the seed of each line
             _add_field(group, "sampling", knob.name, knob.default)
-    options = parser.parse_args(
-        [_hyphened(arg) for arg in (sys.argv[1:] if argv is None else argv)]
-    )
+    args = sys.argv[1:] if argv is None else argv
+    options = parser.parse_args([_hyphened(arg) for arg in args])
     try:
         job = _job(options)
     except (TypeError, ValueError) as error:
@@ -104,15 +103,9 @@ def _job(options: argparse.Namespace) -> Job:
         raise ValueError(f"--replicas: got {options.replicas}, needs at least 1")
     if options.replicas > 1 and options.ray is None:
         raise ValueError("--replicas: needs --ray, which starts them")
-    return Job(
-        options.input,
-        options.output,
-        Config.from_kwargs(options.model, **those("config")),
-        defaults,
-        options.resume,
-        options.ray,
-        options.replicas,
-    )
+    config = Config.from_kwargs(options.model, **those("config"))
+    files = options.input, options.output
+    return Job(*files, config, defaults, options.resume, options.ray, options.replicas)
 
 
 if __name__ == "__main__":

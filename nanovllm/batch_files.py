@@ -115,10 +115,9 @@ class Held:
         """Raises ValueError if that line was another one."""
         found = self._keys[number] if number < len(self._keys) else 0
         if found and found != (2 if custom_id is None else text_key(custom_id)):
-            raise ValueError(
-                f"line {number}: got custom_id {custom_id!r:.80}, which is not that of its result,"
-                " needs the input that the output was made from, try it or another output file"
-            )
+            got = f"custom_id {custom_id!r:.80}, which is not that of its result"
+            need = "the input that the output was made from, try it or another output file"
+            raise ValueError(f"line {number}: got {got}, needs {need}")
         return found != 0
 
 
@@ -142,9 +141,8 @@ class ResultFile:
             return
         exists = os.path.exists(path) and os.path.getsize(path) > 0
         if exists and not resume and os.path.isfile(path):
-            raise ValueError(
-                f"{path}: has results already, needs --resume to go on with them, or another name"
-            )
+            need = "--resume to go on with them, or another name"
+            raise ValueError(f"{path}: has results already, needs {need}")
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             self._lock(path)

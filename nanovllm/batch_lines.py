@@ -82,9 +82,9 @@ class LineReader:
             line.error = str(error)
         return line
 
-    def read_row(self, row: dict[str, Any]) -> Line:
-        """A plain line that was never JSON."""
-        line = Line(0, b"")
+    def read_row(self, number: int, row: dict[str, Any]) -> Line:
+        """A plain line that was never JSON. number: from 1."""
+        line = Line(number, b"")
         try:
             self._read_plain(line, row)
         except (ValueError, TypeError) as error:

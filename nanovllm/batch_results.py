@@ -74,9 +74,8 @@ def _position(found: TokenLogprobs) -> dict[int, dict[str, Any]]:
 
 def _openai(line: Line, params: SamplingParams, output: RequestOutput) -> str:
     number, is_chat = line.number, line.chat is not None
-    choices = _choice(0, output, is_chat, params)
-    for i, sample in enumerate(output["outputs"][1:], 1):
-        choices += f",{_choice(i, sample, is_chat, params)}"
+    samples = enumerate(output["outputs"])
+    choices = ",".join(_choice(i, sample, is_chat, params) for i, sample in samples)
     num_prompt = len(output["prompt_token_ids"])
     num_new = count_tokens(output)
     name, kind = ("chatcmpl", "chat.completion") if is_chat else ("cmpl", "text_completion")
@@ -90,14 +89,11 @@ def _openai(line: Line, params: SamplingParams, output: RequestOutput) -> str:
 
 
 def _choice(index: int, sample: SampleOutput, is_chat: bool, params: SamplingParams) -> str:
-    text, logprobs = _quote(sample["text"]), "null"
-    if is_chat:
-        text = f'"message":{{"role":"assistant","content":{text}}}'
-    else:
-        text = f'"text":{text}'
-    if sample["logprobs"] is not None:
+    content, logprobs = _quote(sample["text"]), "null"
+    message = f'"message":{{"role":"assistant","content":{content}}}'
+    text = message if is_chat else f'"text":{content}'
+    if (found := sample["logprobs"]) is not None:
         num_top = params.logprobs or 0
-        found = sample["logprobs"]
         logprobs = _encode(_chat_logprobs(found, num_top) if is_chat else _text_logprobs(found))
     reason = sample["finish_reason"]
     return f'{{"index":{index},{text},"logprobs":{logprobs},"finish_reason":"{reason}"}}'

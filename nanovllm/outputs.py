@@ -53,10 +53,7 @@ class RequestOutput(SampleOutput):
 
 def count_tokens(output: RequestOutput) -> int:
     """New ones, of all samples."""
-    outputs = output["outputs"]
-    if len(outputs) == 1:
-        return len(output["token_ids"])
-    return sum(len(sample["token_ids"]) for sample in outputs)
+    return sum(len(sample["token_ids"]) for sample in output["outputs"])
 
 
 class StreamDelta(TypedDict):

@@ -10,7 +10,7 @@ import os
 import queue
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -18,24 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from nanovllm import run_batch
 from nanovllm.batch_files import Held, ResultFile, open_input
 from nanovllm.batch_lines import Line, LineReader
 from nanovllm.batch_results import known_result, result_line
 from nanovllm.config import Config
 from nanovllm.outputs import RequestOutput, count_tokens
-from nanovllm.run_batch import (
-    ALL_DONE,
-    SOME_FAILED,
-    Engine,
-    Item,
-    Job,
-    Progress,
-    ending,
-    engine_prompt,
-    error_output,
-    new_lines,
-    open_engine,
-)
 
 logger = logging.getLogger("nanovllm")
 
@@ -65,9 +53,8 @@ class LLMPredictor:
         self, model: str, sampling_params: Mapping[str, Any] | None = None, **config: Any
     ) -> None:
         """sampling_params: of rows that do not say. config: fields of Config."""
-        settings = Config.from_kwargs(model, **config)
         self._reader = LineReader(sampling_params or {})
-        self._engine = _EngineThread(lambda: open_engine(settings))
+        self._engine = _EngineThread(Config.from_kwargs(model, **config))
 
     async def __call__(self, batch: Any) -> AsyncIterator[Any]:
         import pyarrow as pa
@@ -75,10 +62,10 @@ class LLMPredictor:
 
         if not isinstance(batch, pa.Table):
             batch = BlockAccessor.for_block(BlockAccessor.batch_to_block(batch)).to_arrow()
-        lines = [self._reader.read_row(_known(row)) for row in batch.to_pylist()]
         # What another actor draws for the same prompt is to be another answer.
-        keys = [random.SystemRandom().getrandbits(62) for _ in lines]
-        outputs = await self._complete(lines, keys)
+        draw = random.SystemRandom().getrandbits
+        lines = [self._reader.read_row(draw(62) + 1, _known(row)) for row in batch.to_pylist()]
+        outputs = await self._complete(lines)
         num_prompt_tokens = [len(output["prompt_token_ids"]) for output in outputs]
         columns = {
             "text": pa.array([output["text"] for output in outputs], pa.string()),
@@ -92,15 +79,11 @@ class LLMPredictor:
             batch = batch.append_column(name, column)
         yield batch
 
-    async def _complete(self, lines: list[Line], keys: list[int]) -> list[RequestOutput]:
-        outputs = await asyncio.gather(*map(self._complete_one, lines, keys))
+    async def _complete(self, lines: list[Line]) -> list[RequestOutput]:
+        futures = [asyncio.wrap_future(self._engine.submit(line)) for line in lines]
+        outputs = await asyncio.gather(*futures)
         self._engine.has_done_a_batch = True
         return outputs
-
-    async def _complete_one(self, line: Line, key: int) -> RequestOutput:
-        if line.error is not None:
-            return error_output(line.error)
-        return await asyncio.wrap_future(self._engine.submit(key, line))
 
 
 class LinePredictor(LLMPredictor):
@@ -113,7 +96,7 @@ class LinePredictor(LLMPredictor):
         for row in batch.to_pylist():
             line = self._reader.read(row["line"], row["raw"])
             lines.append(replace(line, error=row["error"]))
-        outputs = await self._complete(lines, [line.key for line in lines])
+        outputs = await self._complete(lines)
         results = [result_line(*pair) for pair in zip(lines, outputs, strict=True)]
         tokens = [count_tokens(output) for output in outputs]
         yield pa.table(
@@ -136,9 +119,9 @@ def _known(row: dict[str, Any]) -> dict[str, Any]:
 class _EngineThread:
     """An engine, which is for one thread only, for those of an actor."""
 
-    def __init__(self, make: Callable[[], Engine]) -> None:
-        self._make = make
-        self._todo: queue.SimpleQueue[tuple[int, Line, Future[Any]]] = queue.SimpleQueue()
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._todo: queue.SimpleQueue[tuple[Line, Future[Any]]] = queue.SimpleQueue()
         self._running: dict[int, Future[Any]] = {}
         self._fault: BaseException | None = None
         self.has_done_a_batch = False
@@ -146,17 +129,20 @@ class _EngineThread:
         threading.Thread(target=self._run, args=[is_ready], daemon=True).start()
         is_ready.result()
 
-    def submit(self, key: int, line: Line) -> "Future[RequestOutput]":
-        """key: of generate_each, no other's that is in flight."""
+    def submit(self, line: Line) -> "Future[RequestOutput]":
+        """line: its key is no other's that is in flight."""
         future: Future[RequestOutput] = Future()
-        self._todo.put((key, line, future))
+        if line.error is not None:
+            future.set_result(run_batch.error_output(line.error))
+            return future
+        self._todo.put((line, future))
         if self._fault is not None:  # nobody takes it from there
             raise self._fault
         return future
 
     def _run(self, is_ready: "Future[None]") -> None:
         try:
-            engine = self._make()
+            engine = run_batch.open_engine(self._config)
         except BaseException as error:
             is_ready.set_exception(error)
             return
@@ -183,31 +169,31 @@ class _EngineThread:
         for future in self._running.values():
             future.set_exception(error)
 
-    def _items(self, engine: Engine) -> Iterator[Item | None]:
+    def _items(self, engine: "run_batch.LLM") -> Iterator[run_batch.Item | None]:
         while True:
             try:  # with nothing to run there is nothing to do but wait
-                key, line, future = self._todo.get(block=not self._running)
+                line, future = self._todo.get(block=not self._running)
             except queue.Empty:
                 yield None
                 continue
             try:
-                prompt = engine_prompt(engine, line)
+                prompt = run_batch.engine_prompt(engine, line)
             except (ValueError, TypeError) as error:
-                future.set_result(error_output(str(error)))
+                future.set_result(run_batch.error_output(str(error)))
                 continue
-            self._running[key] = future
-            yield key, prompt, line.params
+            self._running[line.key] = future
+            yield line.key, prompt, line.params
 
 
 # -- run-batch --ray -------------------------------------------------------------------------------
 
 
-def run_on_ray(job: Job) -> int:
+def run_on_ray(job: run_batch.Job) -> int:
     """Run a job on a cluster; its exit status."""
-    return ending(lambda: _run_on_ray(job))
+    return run_batch.ending(lambda: _run_on_ray(job))
 
 
-def _run_on_ray(job: Job) -> int:
+def _run_on_ray(job: run_batch.Job) -> int:
     try:
         import ray
     except ImportError as error:
@@ -217,23 +203,34 @@ def _run_on_ray(job: Job) -> int:
         raise ValueError("--ray: got - as input, needs a file")
     if not ray.is_initialized():
         ray.init(job.ray or None, log_to_driver=True)
+    to_parquet = _is_parquet(job.target)
     if _is_parquet(job.source):
-        return _run_parquet(job, ray)
-    if _is_parquet(job.target):
-        lines = _predict_lines(job, ray, Held())
-        lines.write_parquet(job.target, mode="create")
-        return _status(ray.data.read_parquet(job.target, columns=["is_failed"]), "is_failed")
-    return _run_lines(job, ray)
+        if job.resume:
+            raise ValueError("--resume: got Parquet, needs lines as input and output")
+        rows = _predict(job, ray, ray.data.read_parquet(job.source), LLMPredictor)
+        failure = "error"
+    elif to_parquet:
+        rows, failure = _predict_lines(job, ray, Held()), "is_failed"
+    else:
+        return _run_lines(job, ray)
+    if to_parquet:
+        rows.write_parquet(job.target, mode="create")
+        results = ray.data.read_parquet(job.target, columns=[failure])
+    else:
+        rows.write_json(job.target, mode="create")
+        results = ray.data.read_json(job.target)
+    num_failed = results.filter(lambda row: bool(row[failure])).count()
+    return run_batch.SOME_FAILED if num_failed else run_batch.ALL_DONE
 
 
 def _is_parquet(path: str) -> bool:
     return path.rstrip("/").endswith(".parquet") or Path(path).is_dir()
 
 
-def _run_lines(job: Job, ray: Any) -> int:
+def _run_lines(job: run_batch.Job, ray: Any) -> int:
     """The output is one file, written here, so that it can be gone on with."""
     results = ResultFile(job.target, job.resume, known_result)
-    with closing(results), Progress(None, results.held, is_shown=False) as progress:
+    with closing(results), run_batch.Progress(None, results.held, is_shown=False) as progress:
         for table in _predict_lines(job, ray, results.held).iter_batches(
             batch_size=None, batch_format="pyarrow"
         ):
@@ -241,10 +238,10 @@ def _run_lines(job: Job, ray: Any) -> int:
                 results.write(row["result"].encode("utf-8", "backslashreplace"))
                 progress.add(row["num_tokens"], row["is_failed"])
         progress.say_summary()
-        return SOME_FAILED if progress.num_failed else ALL_DONE
+        return run_batch.SOME_FAILED if progress.num_failed else run_batch.ALL_DONE
 
 
-def _predict_lines(job: Job, ray: Any, held: Held) -> Any:
+def _predict_lines(job: run_batch.Job, ray: Any, held: Held) -> Any:
     # Small blocks, so that engines start on the first lines of a large file.
     ray.data.DataContext.get_current().target_max_block_size = 4 * 2**20
     lines = ray.data.from_items([{"path": os.path.abspath(job.source)}]).map_batches(
@@ -259,7 +256,7 @@ def _read_file(batch: Any, defaults: Mapping[str, Any], held: Held) -> Iterator[
     import pyarrow as pa
 
     with open_input(str(batch["path"][0])) as stream:
-        lines = new_lines(stream, LineReader(defaults), held)
+        lines = run_batch.new_lines(stream, LineReader(defaults), held)
         while chunk := list(islice(lines, ROWS_PER_READ)):
             yield pa.table(
                 {
@@ -270,20 +267,8 @@ def _read_file(batch: Any, defaults: Mapping[str, Any], held: Held) -> Iterator[
             )
 
 
-def _run_parquet(job: Job, ray: Any) -> int:
-    if job.resume:
-        raise ValueError("--resume: got Parquet, needs lines as input and output")
-    rows = _predict(job, ray, ray.data.read_parquet(job.source), LLMPredictor)
-    if _is_parquet(job.target):
-        rows.write_parquet(job.target, mode="create")
-        return _status(ray.data.read_parquet(job.target, columns=["error"]), "error")
-    rows.write_json(job.target, mode="create")
-    return _status(ray.data.read_json(job.target), "error")
-
-
-def _predict(job: Job, ray: Any, rows: Any, predictor: type[LLMPredictor]) -> Any:
+def _predict(job: run_batch.Job, ray: Any, rows: Any, predictor: type[LLMPredictor]) -> Any:
     has_gpus = job.config.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    num_gpus = job.config.tensor_parallel_size if has_gpus else None
     num_rows = max(1, job.config.max_num_seqs // 4)
     actors = ray.data.ActorPoolStrategy(
         size=job.replicas,
@@ -295,16 +280,8 @@ def _predict(job: Job, ray: Any, rows: Any, predictor: type[LLMPredictor]) -> An
         batch_size=num_rows,
         batch_format="pyarrow",
         compute=actors,
-        fn_constructor_kwargs={
-            **asdict(job.config),
-            "sampling_params": dict(job.defaults),
-        },
-        num_gpus=num_gpus,
+        fn_constructor_kwargs={**asdict(job.config), "sampling_params": dict(job.defaults)},
+        num_gpus=job.config.tensor_parallel_size if has_gpus else None,
         # Half a CPU is left for Ray's other tasks, which would wait for ever for more.
         num_cpus=None if has_gpus else 0.5,
     )
-
-
-def _status(results: Any, column: str) -> int:
-    failed = results.filter(lambda row: bool(row[column])).count()
-    return SOME_FAILED if failed else ALL_DONE

@@ -6,48 +6,26 @@ batch_lines and batch_results, where they come from and go to in batch_files.
 
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from tqdm.auto import tqdm
 
-from nanovllm.batch_files import (
-    GZIP_ERRORS,
-    MAX_LINE_BYTES,
-    Held,
-    ResultFile,
-    TextSet,
-    count_lines,
-    open_input,
-    read_lines,
-)
+from nanovllm import batch_files
 from nanovllm.batch_lines import Line, LineReader
 from nanovllm.batch_results import known_result, result_line
 from nanovllm.config import Config
-from nanovllm.engine.request import refused
+from nanovllm.engine.request import Item, refused
 from nanovllm.outputs import RequestOutput, count_tokens
-from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 # Exit statuses. argparse's own is 2 as well.
 ALL_DONE, SOME_FAILED, NOT_FINISHED, INTERRUPTED = 0, 1, 2, 130
-
-Item = tuple[int, Any, SamplingParams | None]  # key, prompt, params
-
-
-class Engine(Protocol):
-    """What a job needs of LLM."""
-
-    @property
-    def tokenizer(self) -> Any: ...
-
-    def generate_each(
-        self, requests: Iterable[Item | None]
-    ) -> Generator[tuple[int, RequestOutput], None, None]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +41,7 @@ class Job:
     replicas: int = 1  # engines, with Ray
 
 
-def open_engine(config: Config) -> Engine:
+def open_engine(config: Config) -> "LLM":
     from nanovllm.llm import LLM
 
     return LLM(**asdict(config))
@@ -75,9 +53,9 @@ def run_batch(job: Job) -> int:
 
 
 def _run_batch(job: Job) -> int:
-    results = ResultFile(job.target, job.resume, known_result)
-    with closing(results), Progress(count_lines(job.source), results.held) as progress:
-        with open_input(job.source) as stream:
+    results = batch_files.ResultFile(job.target, job.resume, known_result)
+    with closing(results), Progress(batch_files.count_lines(job.source), results.held) as progress:
+        with batch_files.open_input(job.source) as stream:
             lines = new_lines(stream, LineReader(job.defaults), results.held)
             _run(job, lines, results, progress)
     progress.say_summary()
@@ -94,7 +72,8 @@ def ending(run: Callable[[], int]) -> int:
     except (TypeError, ValueError) as error:
         say(f"error: {error}")
         return NOT_FINISHED
-    except (OSError, RuntimeError, *GZIP_ERRORS) as error:  # EngineDeadError is a RuntimeError
+    except (OSError, RuntimeError, *batch_files.GZIP_ERRORS) as error:
+        # EngineDeadError is a RuntimeError.
         say(f"error: {error}; what is written stays, and --resume goes on with it")
         return NOT_FINISHED
 
@@ -103,12 +82,12 @@ def say(text: str) -> None:
     sys.stderr.write(f"run-batch: {text}\n")
 
 
-def new_lines(stream: IO[bytes], reader: LineReader, held: Held) -> Iterator[Line]:
+def new_lines(stream: IO[bytes], reader: LineReader, held: batch_files.Held) -> Iterator[Line]:
     """The lines that have no result yet, those that cannot be run among them."""
-    seen = TextSet()
-    for number, raw in read_lines(stream):
+    seen = batch_files.TextSet()
+    for number, raw in batch_files.read_lines(stream):
         if raw is None:
-            line = Line(number, b"", error=f"longer than {MAX_LINE_BYTES:,} bytes")
+            line = Line(number, b"", error=f"longer than {batch_files.MAX_LINE_BYTES:,} bytes")
         else:
             line = reader.read(number, raw)
         if line.custom_id is not None and not seen.add(line.custom_id) and line.error is None:
@@ -117,7 +96,9 @@ def new_lines(stream: IO[bytes], reader: LineReader, held: Held) -> Iterator[Lin
             yield line
 
 
-def _run(job: Job, lines: Iterator[Line], results: ResultFile, progress: "Progress") -> None:
+def _run(
+    job: Job, lines: Iterator[Line], results: batch_files.ResultFile, progress: "Progress"
+) -> None:
     window: dict[int, Line] = {}  # in flight, by their keys
 
     def fail(line: Line, error: str) -> None:
@@ -131,7 +112,7 @@ def _run(job: Job, lines: Iterator[Line], results: ResultFile, progress: "Progre
             else:
                 fail(line, line.error)
 
-    def items(engine: Engine, todo: Iterator[Line]) -> Iterator[Item]:
+    def items(engine: "LLM", todo: Iterator[Line]) -> Iterator[Item]:
         for line in todo:
             try:
                 prompt = engine_prompt(engine, line)
@@ -153,7 +134,7 @@ def _run(job: Job, lines: Iterator[Line], results: ResultFile, progress: "Progre
                 progress.add(count_tokens(output), output["finish_reason"] == "error")
 
 
-def engine_prompt(engine: Engine, line: Line) -> Any:
+def engine_prompt(engine: "LLM", line: Line) -> Any:
     """What generate takes; a conversation goes through the chat template."""
     if line.chat is None:
         return line.prompt
@@ -171,7 +152,9 @@ def error_output(error: str) -> RequestOutput:
 class Progress:
     """The bar: finished lines of all, tokens per second, failures, and the time that is left."""
 
-    def __init__(self, num_lines: int | None, held: Held, is_shown: bool = True) -> None:
+    def __init__(
+        self, num_lines: int | None, held: batch_files.Held, is_shown: bool = True
+    ) -> None:
         self.num_failed = held.num_failed
         self._num_done, self._num_tokens = held.num, 0
         self._start = time.perf_counter()

@@ -3,16 +3,10 @@
 import inspect
 import json
 import re
+from types import NoneType
 from typing import Any
 
-from nanovllm.engine.faults import (
-    attempt,
-    check_flag,
-    is_failure,
-    listed,
-    naming,
-    settle,
-)
+from nanovllm.engine import faults
 from nanovllm.engine.prompts import encode
 
 # A template with such a loop reads content as a list of parts, any other one as a string.
@@ -40,18 +34,17 @@ def render_chat(
     puts each error in the place of its conversation.
     The template writes what special tokens there are, so the tokenizer adds none: no BOS twice.
     """
-    check_flag("add_generation_prompt", add_generation_prompt)
-    check_flag("continue_final_message", continue_final_message)
+    faults.check_flag("add_generation_prompt", add_generation_prompt)
+    faults.check_flag("continue_final_message", continue_final_message)
     if add_generation_prompt and continue_final_message:
-        raise ValueError(
-            "continue_final_message: got True beside add_generation_prompt=True, needs one of them,"
-            " try add_generation_prompt=False"
-        )
+        need = "needs one of them, try add_generation_prompt=False"
+        got = "got True beside add_generation_prompt=True"
+        raise ValueError(f"continue_final_message: {got}, {need}")
     options = {} if chat_template_kwargs is None else chat_template_kwargs
     tools = _read_tools(tools)
     template = _check_options(tokenizer, tools, chat_template, options)
-    with naming("messages"):
-        parts = listed(messages) if isinstance(messages, (list, tuple)) else []
+    with faults.naming("messages"):
+        parts = faults.listed(messages) if isinstance(messages, (list, tuple)) else []
         is_many = any(isinstance(part, (list, tuple)) for part in parts)
     conversations = parts if is_many else [messages]
     names = [f"messages[{i}]" if is_many else "messages" for i in range(len(conversations))]
@@ -61,7 +54,7 @@ def render_chat(
         try:
             checked, own_tools, variables = _copied([checked, tools, options], {})
             _adapt(checked, keeps_parts=_READS_PARTS.search(template) is not None)
-            text: str = tokenizer.apply_chat_template(
+            return tokenizer.apply_chat_template(
                 checked,
                 tools=own_tools,
                 chat_template=template,
@@ -70,22 +63,21 @@ def render_chat(
                 tokenize=False,
                 **variables,
             )
-            return text
         except ImportError as error:
             raise ImportError(f"chat: needs jinja2, try pip install jinja2 ({error})") from error
         except BaseException as error:  # of Jinja, of the template's own checks, of what it calls
-            if not is_failure(error):
+            if not faults.is_failure(error):
                 raise
             what = f"{type(error).__name__}: {error!s:.300}"
             raise ValueError(f"{name}: the chat template failed with {what}") from error
 
-    results = [attempt(render, *pair) for pair in zip(names, conversations, strict=True)]
+    results = [faults.attempt(render, *pair) for pair in zip(names, conversations, strict=True)]
     texts = {i: text for i, text in enumerate(results) if isinstance(text, str)}
     names = [names[i] for i in texts]
     encoded = encode(tokenizer, names, list(texts.values()), add_special_tokens=False)
     for i, ids in zip(texts, encoded, strict=True):
         results[i] = ids
-    return settle(results, on_error)
+    return faults.settle(results, on_error)
 
 
 def _copied(value: Any, made: dict[int, Any]) -> Any:
@@ -109,58 +101,52 @@ def _copied(value: Any, made: dict[int, Any]) -> Any:
 
 
 def _read_tools(tools: Any) -> list[Any] | None:
-    with naming("tools"):
+    with faults.naming("tools"):
         if not (tools is None or isinstance(tools, (list, tuple))):
             raise TypeError(f"tools: got {type(tools).__name__}, needs a list of JSON schemas")
-        return None if tools is None else listed(tools)
+        return None if tools is None else faults.listed(tools)
 
 
 def _check_options(tokenizer: Any, tools: Any, chat_template: Any, options: Any) -> str:
     """Refuse what no conversation could be rendered with; the template's text."""
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
-    with naming("chat_template_kwargs"):
+    with faults.naming("chat_template_kwargs"):
         if not isinstance(options, dict) or not all(isinstance(key, str) for key in options):
             kind = type(options).__name__
             raise TypeError(f"chat_template_kwargs: got {kind}, needs a dict of names to values")
         if bad := sorted(options.keys() & taken - {"documents"}):
-            raise ValueError(
-                f"chat_template_kwargs: got {bad}, needs names of the template's own variables,"
-                " such as enable_thinking"
-            )
-    with naming("chat_template"):
+            need = "names of the template's own variables, such as enable_thinking"
+            raise ValueError(f"chat_template_kwargs: got {bad}, needs {need}")
+    with faults.naming("chat_template"):
         if not (chat_template is None or isinstance(chat_template, str)):
             raise TypeError(f"chat_template: got {type(chat_template).__name__}, needs Jinja text")
     try:
-        template: str = tokenizer.get_chat_template(chat_template, tools)
-        return template
-    except BaseException as error:  # there is none, or none of several is the default
-        if not is_failure(error):
-            raise
-        raise ValueError(
-            "chat_template: got None, needs one where the checkpoint has no default, try"
-            " chat_template=... or generate() with text that is formatted already"
-        ) from error
+        return faults.call_tokenizer(tokenizer.get_chat_template, chat_template, tools)
+    except faults.TokenizerError as error:  # there is none, or none of several is the default
+        need = "needs one where the checkpoint has no default"
+        remedy = "chat_template=... or generate() with text that is formatted already"
+        raise ValueError(f"chat_template: got None, {need}, try {remedy}") from error
 
 
 def _check_conversation(name: str, conversation: Any) -> list[Any]:
-    if not isinstance(conversation, (list, tuple)) or not conversation:
-        is_list = isinstance(conversation, (list, tuple))
-        raise ValueError(
-            f"{name}: got {'an empty list' if is_list else type(conversation).__name__}, needs"
-            " messages, try [{'role': 'user', 'content': 'Hello'}]"
-        )
-    messages = listed(conversation)
+    is_list = isinstance(conversation, (list, tuple))
+    messages = faults.listed(conversation) if is_list else []
+    if not messages:
+        got = "an empty list" if is_list else type(conversation).__name__
+        remedy = "[{'role': 'user', 'content': 'Hello'}]"
+        raise ValueError(f"{name}: got {got}, needs messages, try {remedy}")
     for i, message in enumerate(messages):
         need = "needs {'role': a string, 'content': a string or a list of text parts}"
         if not isinstance(message, dict):
             raise TypeError(f"{name}[{i}]: got {type(message).__name__}, {need}")
-        content = message.get("content")
-        is_call = content is None and message.get("tool_calls")
+        content, calls = message.get("content"), message.get("tool_calls")
         if not isinstance(message.get("role"), str):
             raise ValueError(f"{name}[{i}]: got no role or none that is a string, {need}")
-        if not (is_call or isinstance(content, (str, list, tuple))):
+        if not isinstance(calls, (list, tuple, NoneType)):
+            raise ValueError(f"{name}[{i}]: got {type(calls).__name__} as tool_calls, needs a list")
+        if not isinstance(content, (str, list, tuple)) and not (content is None and calls):
             raise ValueError(f"{name}[{i}]: got {type(content).__name__} as content, {need}")
-        for part in listed(content) if isinstance(content, (list, tuple)) else ():
+        for part in faults.listed(content) if isinstance(content, (list, tuple)) else ():
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             if kind != "text" or not isinstance(part.get("text"), str):
                 kind = kind if isinstance(kind, str) else type(kind).__name__
@@ -171,7 +157,7 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
 def _adapt(messages: list[dict[str, Any]], keeps_parts: bool) -> None:
     """Bring messages to the form that templates expect, as vLLM does."""
     for message in messages:
-        if not isinstance(message.get("content"), (str, type(None))) and not keeps_parts:
+        if not isinstance(message.get("content"), (str, NoneType)) and not keeps_parts:
             message["content"] = "\n".join(part["text"] for part in message["content"])
         for call in message.get("tool_calls") or ():
             arguments = call["function"].get("arguments")

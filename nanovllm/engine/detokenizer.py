@@ -124,7 +124,7 @@ class Detokenizer:
             if ends:
                 end, stop = min(ends, key=itemgetter(0))
                 after = len(view) - end + self._num_hidden
-                self._finish(after if self._include_stop else after + len(stop))
+                self.finish(after if self._include_stop else after + len(stop))
                 return stop
         return None
 
@@ -142,13 +142,11 @@ class Detokenizer:
         self._num_taken += len(delta)
         return delta
 
-    def finish(self) -> None:
-        """No more tokens come: what was held back is text."""
-        if not self.is_finished:
-            self._finish(0)
-
-    def _finish(self, num_cut: int) -> None:
-        """num_cut: characters at the end of the text that are not the completion's."""
+    def finish(self, num_cut: int = 0) -> None:
+        """No more tokens come: what was held back is text, but for num_cut characters at the end
+        that are not the completion's."""
+        if self.is_finished:
+            return
         text = self._decode(self._ids)
         self.text = text[: len(text) - num_cut]
         self._pieces = [self.text[self._num_taken :]]

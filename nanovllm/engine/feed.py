@@ -3,17 +3,15 @@
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from itertools import islice
 
 from nanovllm.engine.intake import Intake, known_prompt_ids
-from nanovllm.engine.request import Request, refused
+from nanovllm.engine.request import Item, Request, refused
 from nanovllm.engine.step_loop import StepLoop
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 
 CHUNK = 64  # prompts checked and tokenized at once, which is faster than one by one
-
-Item = tuple[int, Any, SamplingParams | None]  # key, prompt, params
 
 
 def feed(
@@ -60,13 +58,11 @@ class _Source:
     def _next_chunk(self) -> tuple[list[Item], bool]:
         """And whether there is less than a chunk for now."""
         chunk: list[Item] = []
-        for item in self._items:
+        for item in islice(self._items, CHUNK):
             if item is None:
                 return chunk, True
             chunk.append(item)
-            if len(chunk) == CHUNK:
-                return chunk, False
-        self.is_done = True
+        self.is_done = len(chunk) < CHUNK
         return chunk, False
 
 

@@ -107,14 +107,10 @@ class Intake:
         seed = xxhash.xxh64_intdigest(key) >> 1
         seq = Sequence(prepared.prompt_ids, params, self._max_len, seed)
         if not params.is_plain:
+            num_tokens = seq.num_prompt_tokens
+            grammar = None if means.grammar is None else means.grammar.start()
             seq.ask = RowAsk(
-                seq.seq_id,
-                params,
-                seq.num_prompt_tokens,
-                seed,
-                means.stop_ids,
-                means.bad_words,
-                None if means.grammar is None else means.grammar.start(),
+                seq.seq_id, params, num_tokens, seed, means.stop_ids, means.bad_words, grammar
             )
         return seq
 

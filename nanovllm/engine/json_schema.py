@@ -68,15 +68,15 @@ def read_schema(schema: Any) -> str:
     return text
 
 
-def check_regex(regex: str) -> None:
+def check_regex(name: str, regex: str) -> None:
     """ValueError for what xgrammar would take in another sense than everyone else."""
     for escape in re.findall(r"\\(.)", regex, re.DOTALL):
         if escape.isascii() and escape.isalpha() and escape not in "dDwWsSnrtfvxucbBpPk":
-            raise ValueError(f"got the unknown escape \\{escape} in {regex!r:.100}")
+            raise ValueError(f"{name}: got the unknown escape \\{escape} in {regex!r:.100}")
     # Escapes and character classes away, an anchor is an anchor.
     plain = re.sub(r"\\.|\[\^?\]?(\\.|[^\]\\])*\]", "x", regex, flags=re.DOTALL)
     if "^" in plain[1:] or "$" in plain[:-1]:
-        raise ValueError(f"needs ^ and $ at the ends only, got {regex!r:.100}")
+        raise ValueError(f"{name}: needs ^ and $ at the ends only, got {regex!r:.100}")
 
 
 class _Checker:
@@ -187,7 +187,7 @@ def _check_values(node: dict[str, Any]) -> None:
     if "number" in types:
         _check_bounds({word: node[word] for word in _BOUNDS & node.keys()})
     if "pattern" in node:
-        check_regex(node["pattern"])
+        check_regex("pattern", node["pattern"])
 
 
 def _check_bounds(bounds: dict[str, float]) -> None:

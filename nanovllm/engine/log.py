@@ -18,20 +18,12 @@ def show_log() -> None:
 
 def log_start(runner: ModelRunner, device_name: str, seconds: float) -> None:
     """The one line of a start: what runs where, and for how many tokens there is room."""
-    size = runner.config.kvcache_block_size
+    num_ranks, size = distributed.tp_size(), runner.config.kvcache_block_size
+    ranks = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     reason = f"; {runner.backend_reason}" if runner.backend_reason else ""
     logger.info(
-        "nanovllm %s on %s: %s, attention %s, %.1fM parameters%s, %d KV blocks of %d tokens"
-        " (%d tokens), ready in %.1f s%s",
-        nanovllm.__version__,
-        device_name,
-        str(runner.dtype).removeprefix("torch."),
-        runner.backend.name,
-        runner.num_parameters / 1e6,
-        f" on each of {distributed.tp_size()} ranks" if distributed.tp_size() > 1 else "",
-        runner.num_blocks,
-        size,
-        runner.num_blocks * size,
-        seconds,
-        reason,
+        f"nanovllm {nanovllm.__version__} on {device_name}: "
+        f"{str(runner.dtype).removeprefix('torch.')}, attention {runner.backend.name}, "
+        f"{runner.num_parameters / 1e6:.1f}M parameters{ranks}, {runner.num_blocks} KV blocks of "
+        f"{size} tokens ({runner.num_blocks * size} tokens), ready in {seconds:.1f} s{reason}"
     )

@@ -42,17 +42,18 @@ def check_params(name: str, params: Any, vocab_size: int | None) -> SamplingPara
         ids = getattr(params, field) or ()
         for i in dict(ids) if field == "logit_bias" else ids:
             if not 0 <= i < vocab_size:
-                raise ValueError(
-                    f"{name}.{field}: got token id {i}, needs 0 <= id < {vocab_size} (the"
-                    " vocabulary), try this model's own tokenizer"
-                )
+                raise ValueError(f"{name}.{field}: {not_in_vocabulary(i, vocab_size)}")
     for field in ("logprobs", "prompt_logprobs"):
-        if (getattr(params, field) or 0) > vocab_size:
-            raise ValueError(
-                f"{name}.{field}: got {getattr(params, field)}, needs at most {vocab_size} (the"
-                " vocabulary)"
-            )
+        num = getattr(params, field) or 0
+        if num > vocab_size:
+            need = f"at most {vocab_size} (the vocabulary)"
+            raise ValueError(f"{name}.{field}: got {num}, needs {need}")
     return params
+
+
+def not_in_vocabulary(token_id: int, vocab_size: int) -> str:
+    need = f"0 <= id < {vocab_size} (the vocabulary), try this model's own tokenizer"
+    return f"got token id {token_id}, needs {need}"
 
 
 def bad_word_ids(
@@ -72,14 +73,12 @@ def bad_word_ids(
                 for text in (bare, f" {bare}")
             )
         except TokenizerError as error:  # a lone surrogate, say
-            raise ValueError(
-                f"bad_words[{i}]: the tokenizer failed on {word!r}: {error}"
-            ) from error
+            failure = f"the tokenizer failed on {word!r}: {error}"
+            raise ValueError(f"bad_words[{i}]: {failure}") from error
         if not first or (vocab_size is not None and max(first + spaced) >= vocab_size):
-            raise ValueError(
-                f"bad_words[{i}]: got {word!r}, which is {list(first)} in tokens, needs at least"
-                " one, all of them in the vocabulary"
-            )
+            need = "at least one, all of them in the vocabulary"
+            got = f"{word!r}, which is {list(first)} in tokens"
+            raise ValueError(f"bad_words[{i}]: got {got}, needs {need}")
         found[first] = None
         if spaced[-len(first) :] != first:
             found[spaced] = None

@@ -3,7 +3,7 @@ line about all of them at the end."""
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from tqdm.auto import tqdm
 
@@ -38,24 +38,16 @@ class Progress:
             self._bar.set_postfix(self._speeds, refresh=False)
         self._bar.update(num_finished)
 
-    def log_end(self, outputs: Iterable[RequestOutput]) -> None:
+    def log_end(self, outputs: Collection[RequestOutput]) -> None:
         """How much there was, and how much of it the prefix cache spared, unless nobody watches."""
         if not self._is_shown:
             return
-        num, num_prompt, num_cached, num_output = 0, 0, 0, 0
-        for output in outputs:
-            num += 1
-            num_prompt += len(output["prompt_token_ids"])
-            num_cached += output["num_cached_tokens"]
-            num_output += count_tokens(output)
+        num_prompt = sum(len(output["prompt_token_ids"]) for output in outputs)
+        num_cached = sum(output["num_cached_tokens"] for output in outputs)
+        num_output = sum(map(count_tokens, outputs))
         seconds = time.perf_counter() - self._start
         logger.info(
-            "nanovllm: %d requests, %d prompt tokens (%.0f %% of them cached), %d output tokens in"
-            " %.1f s, %.0f tok/s",
-            num,
-            num_prompt,
-            100 * num_cached / max(num_prompt, 1),
-            num_output,
-            seconds,
-            num_output / seconds,
+            f"nanovllm: {len(outputs)} requests, {num_prompt} prompt tokens "
+            f"({100 * num_cached / max(num_prompt, 1):.0f} % of them cached), {num_output} output "
+            f"tokens in {seconds:.1f} s, {num_output / seconds:.0f} tok/s"
         )

@@ -12,16 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nanovllm.engine.faults import (
-    TokenizerError,
-    attempt,
-    call_tokenizer,
-    is_failure,
-    listed,
-    naming,
-    settle,
-)
-from nanovllm.engine.params import check_params
+from nanovllm.engine import faults
+from nanovllm.engine.params import check_params, not_in_vocabulary
 from nanovllm.sampling_params import SamplingParams
 
 TokenIds = npt.NDArray[np.int32]
@@ -55,12 +47,11 @@ def load_tokenizer(checkpoint: Path, **options: Any) -> Any:
                 tokenizer(text)
         return tokenizer
     except BaseException as error:  # transformers raises whatever its parsers raise
-        if not is_failure(error):
+        if not faults.is_failure(error):
             raise
-        raise ValueError(
-            f"model: {checkpoint} has no tokenizer that loads ({error}); needs tokenizer.json and"
-            " tokenizer_config.json beside the weights"
-        ) from error
+        need = "needs tokenizer.json and tokenizer_config.json beside the weights"
+        got = f"{checkpoint} has no tokenizer that loads ({error})"
+        raise ValueError(f"model: {got}; {need}") from error
 
 
 def find_eos_token_ids(checkpoint: Path, tokenizer: Any, hf_config: Any) -> set[int]:
@@ -100,15 +91,13 @@ class PromptReader:
         on_error: "raise" raises the ValueError or TypeError of the first bad one, "return" puts
         each error in the place of its prompt. An error among the prompts is one found earlier.
         """
-        with naming("prompts"):
+        with faults.naming("prompts"):
             if not (is_single(prompts) or isinstance(prompts, AbstractSequence)):
-                raise TypeError(
-                    f"prompts: got {type(prompts).__name__}, needs a string, a list of token ids,"
-                    " or a list of these"
-                )
-            items = [prompts] if is_single(prompts) else listed(prompts)
+                need = "a string, a list of token ids, or a list of these"
+                raise TypeError(f"prompts: got {type(prompts).__name__}, needs {need}")
+            items = [prompts] if is_single(prompts) else faults.listed(prompts)
         contents: list[Any] = [
-            item if type(item) is list else attempt(_open, f"prompts[{i}]", item)
+            item if type(item) is list else faults.attempt(_open, f"prompts[{i}]", item)
             for i, item in enumerate(items)
         ]
         texts = [i for i, content in enumerate(contents) if isinstance(content, str)]
@@ -119,7 +108,7 @@ class PromptReader:
             # A chat template may have written the BOS that the tokenizer then adds again.
             is_doubled = bos is not None and type(ids) is list and ids[:2] == [bos, bos]
             contents[i] = ids[1:] if is_doubled else ids
-        return settle(self._check_all(contents), on_error)
+        return faults.settle(self._check_all(contents), on_error)
 
     def _check_all(self, contents: list[Any]) -> list[TokenIds | Exception]:
         packed = self._pack([content for content in contents if type(content) is list])
@@ -129,7 +118,7 @@ class PromptReader:
             if packed and type(content) is list
             else content
             if isinstance(content, Exception)  # found earlier
-            else attempt(self._check, f"prompts[{i}]", content)
+            else faults.attempt(self._check, f"prompts[{i}]", content)
             for i, content in enumerate(contents)
         ]
 
@@ -168,10 +157,8 @@ class PromptReader:
             raise ValueError(f"{name}: got an empty prompt, needs at least one token")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"{name}: got token id {low if low < 0 else high}, needs 0 <= id < "
-                f"{self.vocab_size} (the vocabulary), try this model's own tokenizer"
-            )
+            bad = low if low < 0 else high
+            raise ValueError(f"{name}: {not_in_vocabulary(bad, self.vocab_size)}")
         if num >= self.max_len:
             raise ValueError(
                 f"{name}: got {num} tokens, needs fewer than {self.max_len} (the smaller of"
@@ -184,9 +171,8 @@ class PromptReader:
 def check_one(name: str, prompt: Any) -> None:
     """Refuse a number, which in a list would be the only token id of a prompt."""
     if isinstance(prompt, numbers.Integral):
-        raise TypeError(
-            f"{name}: got {type(prompt).__name__}, needs a string or a list of token ids"
-        )
+        got = type(prompt).__name__
+        raise TypeError(f"{name}: got {got}, needs a string or a list of token ids")
 
 
 def is_single(prompts: Any) -> bool:
@@ -201,14 +187,14 @@ def encode(tokenizer: Any, names: list[str], texts: list[str], **kwargs: Any) ->
 
     def encode_one(name: str, text: str) -> Any:
         try:
-            return call_tokenizer(tokenizer, [text], **kwargs)["input_ids"][0]
-        except TokenizerError as error:
+            return faults.call_tokenizer(tokenizer, [text], **kwargs)["input_ids"][0]
+        except faults.TokenizerError as error:
             raise ValueError(f"{name}: the tokenizer failed on this text: {error}") from error
 
     try:
-        return list(call_tokenizer(tokenizer, texts, **kwargs)["input_ids"]) if texts else []
-    except TokenizerError:  # the texts that cause it must not spoil the others
-        return [attempt(encode_one, *pair) for pair in zip(names, texts, strict=True)]
+        return list(faults.call_tokenizer(tokenizer, texts, **kwargs)["input_ids"]) if texts else []
+    except faults.TokenizerError:  # the texts that cause it must not spoil the others
+        return [faults.attempt(encode_one, *pair) for pair in zip(names, texts, strict=True)]
 
 
 def _open(name: str, item: Any) -> Any:
@@ -216,14 +202,11 @@ def _open(name: str, item: Any) -> Any:
     if isinstance(item, dict):
         for key in item.keys() - {"prompt", "prompt_token_ids"}:
             known = "that this engine cannot honour" if key in _FOREIGN_KEYS else "that is unknown"
-            raise ValueError(
-                f"{name}: got the key {key!r:.40} {known}, needs 'prompt' or 'prompt_token_ids'"
-            )
+            got, need = f"the key {key!r:.40} {known}", "'prompt' or 'prompt_token_ids'"
+            raise ValueError(f"{name}: got {got}, needs {need}")
         if len(item) != 1:
-            raise ValueError(
-                f"{name}: got {'both' if item else 'none'} of 'prompt' and 'prompt_token_ids',"
-                " needs one of them"
-            )
+            got = f"{'both' if item else 'none'} of 'prompt' and 'prompt_token_ids'"
+            raise ValueError(f"{name}: got {got}, needs one of them")
         ((key, item),) = item.items()
         if isinstance(item, str) != (key == "prompt"):
             need = "a string" if key == "prompt" else "a list of integer token ids"
@@ -237,10 +220,9 @@ def _check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # tokenizers would call it a wrong type
-        raise ValueError(
-            f"{name}: got a string with a lone surrogate at {error.start}, needs valid Unicode, try"
-            " decoding its source with errors='replace'"
-        ) from error
+        got, need = f"a string with a lone surrogate at {error.start}", "valid Unicode"
+        remedy = "decoding its source with errors='replace'"
+        raise ValueError(f"{name}: got {got}, needs {need}, try {remedy}") from error
 
 
 def _as_integers(name: str, item: Any) -> npt.NDArray[np.integer]:
@@ -248,7 +230,7 @@ def _as_integers(name: str, item: Any) -> npt.NDArray[np.integer]:
     if isinstance(item, (bytes, bytearray, memoryview, dict, set)) or item is None:
         raise TypeError(f"{name}: got {type(item).__name__}, needs {need}")
     if isinstance(item, (list, tuple)):
-        item = listed(item)
+        item = faults.listed(item)
     # numpy takes a bool among integers for 0 or 1.
     if type(item) is list and not {bool, np.bool_}.isdisjoint(map(type, item)):
         raise TypeError(f"{name}: got a {type(item).__name__} holding a bool, needs {need}")
@@ -282,21 +264,19 @@ def read_sampling_params(
     if params is None:
         params = SamplingParams()
     if issubclass(type(params), SamplingParams):
-        return settle(
-            [attempt(check_params, "sampling_params", params, vocab_size)] * num_prompts, on_error
-        )
-    with naming("sampling_params"):
+        name = "sampling_params"
+        checked = [faults.attempt(check_params, name, params, vocab_size)] * num_prompts
+        return faults.settle(checked, on_error)
+    with faults.naming("sampling_params"):
         if not isinstance(params, (list, tuple)):
-            raise TypeError(
-                f"sampling_params: got {type(params).__name__}, needs a SamplingParams or a list"
-            )
+            got = type(params).__name__
+            raise TypeError(f"sampling_params: got {got}, needs a SamplingParams or a list")
         if len(params) != num_prompts:
-            raise ValueError(
-                f"sampling_params: got {len(params)} for {num_prompts} prompts, needs one for all"
-                " or one for each"
-            )
-        each = listed(params)
+            got = f"{len(params)} for {num_prompts} prompts"
+            raise ValueError(f"sampling_params: got {got}, needs one for all or one for each")
+        each = faults.listed(params)
     checked = [
-        attempt(check_params, f"sampling_params[{i}]", p, vocab_size) for i, p in enumerate(each)
+        faults.attempt(check_params, f"sampling_params[{i}]", p, vocab_size)
+        for i, p in enumerate(each)
     ]
-    return settle(checked, on_error)
+    return faults.settle(checked, on_error)

@@ -5,7 +5,7 @@ filters, masks or log-probabilities the logits are then copied, processed and dr
 so that the others pay nothing and the captured steps stay as they are. It knows rows and tensors.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -103,38 +103,11 @@ class Redrawer:
         self, special: tuple[SpecialRow, ...], seq_ids: list[int], vocab_size: int
     ) -> _Static:
         asked = [row.ask.params for row in special]
-
-        def column(name: str, off: float, dtype: torch.dtype, filters: bool) -> Any:
-            """The rows' values; None if all are off. Greedy rows have no use for a filter."""
-            values = [off if filters and p.is_greedy else getattr(p, name) for p in asked]
-            is_used = any(value != off for value in values)
-            return torch.tensor(values, dtype=dtype, device=self._device) if is_used else None
-
-        presence, frequency, repetition = (
-            column(name, off, torch.float32, filters=False)
-            for name, off in (
-                ("presence_penalty", 0.0),
-                ("frequency_penalty", 0.0),
-                ("repetition_penalty", 1.0),
-            )
-        )
-        penalties = None
-        if not (presence is None and frequency is None and repetition is None):
-            zeros = torch.zeros(len(asked), device=self._device)
-            penalties = Penalties(
-                zeros if presence is None else presence,
-                zeros if frequency is None else frequency,
-                zeros + 1 if repetition is None else repetition,
-            )
-        top_k = column("top_k", 0, torch.int64, filters=True)
-        top_p = column("top_p", 1.0, torch.float64, filters=True)
-        if top_p is not None and top_k is None:
-            top_k = torch.zeros(len(asked), dtype=torch.int64, device=self._device)
-        plan = plan_top(
-            [0 if p.is_greedy else p.top_k for p in asked],
-            [1.0 if p.is_greedy else p.top_p for p in asked],
-            vocab_size,
-        )
+        penalties = self._make_penalties(special)
+        # Greedy rows have no use for a filter.
+        filters = ((0, 0, 1) if p.is_greedy else (p.min_p, p.top_k, p.top_p) for p in asked)
+        min_p, top_k, top_p = zip(*filters, strict=True)
+        has_top_p = min(top_p) < 1
         words = [row.ask.bad_words for row in special]
         with_logprobs = [i for i, p in enumerate(asked) if p.logprobs is not None]
         return _Static(
@@ -149,17 +122,24 @@ class Redrawer:
                 bad_words=self._move(pack_bad_words(words)) if any(words) else None,
                 allowed=self._make_allowed(special),
                 penalties=penalties,
-                min_p=column("min_p", 0.0, torch.float32, filters=True),
-                top_k=top_k,
-                top_p=top_p,
-                top_plan=self._move(plan),
+                min_p=self._tensor(min_p, torch.float32) if any(min_p) else None,
+                top_k=self._tensor(top_k, torch.int64) if any(top_k) or has_top_p else None,
+                top_p=self._tensor(top_p, torch.float64) if has_top_p else None,
+                top_plan=self._move(plan_top(top_k, top_p, vocab_size)),
             ),
             uses_history=penalties is not None or any(words),
             logprob_rows=self._tensor(with_logprobs, torch.int64) if with_logprobs else None,
             num_logprobs=max((asked[i].logprobs or 0 for i in with_logprobs), default=0),
         )
 
-    def _tensor(self, values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+    def _make_penalties(self, special: tuple[SpecialRow, ...]) -> Penalties | None:
+        asked = (row.ask.params for row in special)
+        rows = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in asked]
+        if all(row == (0, 0, 1) for row in rows):
+            return None
+        return Penalties(*self._tensor(rows, torch.float32).T.contiguous())
+
+    def _tensor(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=self._device)
 
     def _move(self, parts: Any) -> Any:
@@ -170,15 +150,11 @@ class Redrawer:
 
     def _make_biases(self, entries: Iterable[tuple[int, int, float]]) -> Biases | None:
         """entries: row, token id and value."""
-        listed = list(entries)
-        if not listed:
+        columns = list(zip(*entries, strict=True))
+        if not columns:
             return None
-        rows, token_ids, values = zip(*listed, strict=True)
-        return Biases(
-            self._tensor(list(rows), torch.int64),
-            self._tensor(list(token_ids), torch.int64),
-            self._tensor(list(values), torch.float32),
-        )
+        dtypes = torch.int64, torch.int64, torch.float32
+        return Biases(*map(self._tensor, columns, dtypes))
 
     def _make_allowed(
         self, special: tuple[SpecialRow, ...]

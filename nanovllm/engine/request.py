@@ -18,6 +18,9 @@ from nanovllm.outputs import (
     StreamDelta,
     TokenLogprobs,
 )
+from nanovllm.sampling_params import SamplingParams
+
+Item = tuple[int, Any, SamplingParams | None]  # of generate_each: key, prompt, params
 
 
 class Sample:
@@ -29,13 +32,8 @@ class Sample:
         params = seq.sampling_params
         self.request, self.seq, self.number = request, seq, number
         self.grammar = None if seq.ask is None else seq.ask.grammar
-        self.is_watched = (
-            is_streamed
-            or params.stop is not None
-            or self.grammar is not None
-            or params.logprobs is not None
-            or params.prompt_logprobs is not None
-        )
+        asked = params.stop, self.grammar, params.logprobs, params.prompt_logprobs
+        self.is_watched = is_streamed or any(part is not None for part in asked)
         self.error: str | None = None  # why no more can be made of its tokens
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._tokenizer = tokenizer
@@ -62,8 +60,7 @@ class Sample:
             self.grammar.accept(token)
         self._drops_last = _is_ended_by_token(seq)
         if self._detokenizer is not None and not self._drops_last:
-            stop = self.attempt(self._detokenizer.append, [token])
-            if stop is not None:
+            if (stop := self.attempt(self._detokenizer.append, [token])) is not None:
                 seq.stop_reason = stop
                 return "stop"
         if self.error is not None:
@@ -112,8 +109,7 @@ class Sample:
         assert self.logprobs is not None, "logprobs of a sample that did not ask"
         num = self.seq.sampling_params.logprobs or 0
         args = self._tokenizer, token, logprob, rank, ids[:num], values[:num]
-        found = self.attempt(token_logprobs, *args)
-        if found is not None:
+        if (found := self.attempt(token_logprobs, *args)) is not None:
             self.logprobs.append(found)
 
     def output(self) -> SampleOutput:
@@ -140,8 +136,7 @@ class Sample:
 
     def _decode(self, token_ids: list[int]) -> str:
         skips = self.seq.sampling_params.skip_special_tokens
-        text: str = call_tokenizer(self._tokenizer.decode, token_ids, skip_special_tokens=skips)
-        return text
+        return call_tokenizer(self._tokenizer.decode, token_ids, skip_special_tokens=skips)
 
 
 def _is_ended_by_token(seq: Sequence) -> bool:
@@ -152,12 +147,7 @@ def _is_ended_by_token(seq: Sequence) -> bool:
 
 class Request:
     def __init__(
-        self,
-        index: int,
-        seqs: list[Sequence],
-        tokenizer: Any,
-        is_streamed: bool,
-        called_at: float,
+        self, index: int, seqs: list[Sequence], tokenizer: Any, is_streamed: bool, called_at: float
     ) -> None:
         """index: of its prompt in the call. seqs: its samples, the first one leads.
 

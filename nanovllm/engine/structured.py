@@ -10,6 +10,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 from nanovllm.engine.json_schema import MAX_CHARS, check_regex, read_schema
 from nanovllm.engine.tokenizer import whole_tokenizer
 
-KINDS = ("json_schema", "regex", "grammar", "choice")
 MAX_CACHED = 256  # compiled grammars, 0.1 to 10 MB each
 MAX_COMPILE_SECONDS = 30.0  # a few short specifications would take hours
 
@@ -59,16 +59,6 @@ class GrammarState:
             self.is_terminated = not _allows_any(self._matcher, self._grammar.vocab_size)
         return True
 
-    def fill(self, bitmask: torch.Tensor, row: int) -> None:
-        """Write the tokens that may follow into a row of a mask of new_bitmask."""
-        fill_bitmask([self], bitmask[row : row + 1])
-
-    def fork(self) -> "GrammarState":
-        """A copy that goes its own way from here."""
-        other = GrammarState(self._grammar, self._matcher.fork())
-        other.is_terminated = self.is_terminated
-        return other
-
 
 def new_bitmask(num_rows: int, vocab_size: int, pin_memory: bool = False) -> torch.Tensor:
     """int32 [num_rows, ceil(vocab_size / 32)] on the CPU: bit i % 32 of word i // 32 is token i."""
@@ -82,11 +72,11 @@ def fill_bitmask(states: Sequence[GrammarState | None], bitmask: torch.Tensor) -
     bitmask: int32 [num_rows >= len(states), ceil(vocab_size / 32)] of new_bitmask
     """
     bitmask.fill_(-1)
-    rows = [i for i, state in enumerate(states) if state and not state.is_terminated]
-    if rows:
-        matchers = [state._matcher for state in states if state and not state.is_terminated]
+    running = {i: s._matcher for i, s in enumerate(states) if s and not s.is_terminated}
+    if running:
         # xgrammar might take a pinned tensor for one on a device; numpy's view is on the host.
-        _batch_matcher().batch_fill_next_token_bitmask(matchers, bitmask.numpy(), rows)
+        fill = _batch_matcher().batch_fill_next_token_bitmask
+        fill([*running.values()], bitmask.numpy(), [*running])
 
 
 @functools.cache
@@ -112,11 +102,12 @@ class GrammarCompiler:
     def compile(self, spec: Mapping[str, Any]) -> CompiledGrammar:
         """The grammar of {"json_schema": ..}, {"regex": ..}, {"grammar": ..} or {"choice": ..}.
 
-        json_schema is an object or its text, grammar is EBNF with a rule `root`, choice is a list
-        of strings. Raises ValueError for one that is wrong or asks for what cannot be held to.
+        spec: as SamplingParams lets it through. json_schema is an object or its text, grammar is
+        EBNF with a rule `root`, choice is a list of strings. Raises ValueError for one that cannot
+        be read or asks for what cannot be held to.
         """
         try:
-            kind, text = _read_spec(spec)
+            kind, text = _read_spec(*next(iter(spec.items())))
             key = json.dumps([kind, text])
             if key not in self._cache:
                 xgrammar = _import_xgrammar()
@@ -181,30 +172,25 @@ def _import_xgrammar() -> Any:
     try:
         import xgrammar
     except ImportError as error:
-        raise ValueError(
-            f'needs xgrammar ({error}), try pip install "nano-vllm[structured]"'
-        ) from error
+        remedy = 'try pip install "nano-vllm[structured]"'
+        raise ValueError(f"needs xgrammar ({error}), {remedy}") from error
     return xgrammar
 
 
 def _in_time(make: Callable[[], CompiledGrammar]) -> CompiledGrammar:
     """In a thread, as nothing stops xgrammar; one that takes too long is left to itself."""
-    result: list[Any] = []
+    made: Future[CompiledGrammar] = Future()
 
     def run() -> None:
         try:
-            result.append(make())
-        except Exception as error:
-            result.append(error)
+            made.set_result(make())
+        except BaseException as error:
+            made.set_exception(error)
 
-    thread = threading.Thread(target=run, name="compile-grammar", daemon=True)
-    thread.start()
-    thread.join(MAX_COMPILE_SECONDS)
-    if not result:
+    threading.Thread(target=run, name="compile-grammar", daemon=True).start()
+    if not wait([made], MAX_COMPILE_SECONDS).done:
         raise ValueError(f"compiling took over {MAX_COMPILE_SECONDS:g} s, needs a simpler one")
-    if isinstance(result[0], Exception):
-        raise result[0]
-    return result[0]
+    return made.result()
 
 
 def _allows_any(matcher: Any, vocab_size: int) -> bool:
@@ -218,43 +204,16 @@ def _one_line(error: Exception) -> str:
     return " ".join(text.split())[:300]
 
 
-# -- what a specification may say ------------------------------------------------------------------
-
-
-def _read_spec(spec: Any) -> tuple[str, str]:
-    """Kind, one of json_schema, regex and grammar, and the text to compile, checked."""
-    if not isinstance(spec, Mapping) or len(spec) != 1 or next(iter(spec)) not in KINDS:
-        got = list(spec) if isinstance(spec, Mapping) else type(spec).__name__
-        raise ValueError(f"got {got!r:.100}, needs a dict with exactly one of {', '.join(KINDS)}")
-    ((kind, value),) = spec.items()
+def _read_spec(kind: str, value: Any) -> tuple[str, str]:
+    """Kind, one of json_schema, regex and grammar, and the text to compile."""
     if kind == "json_schema":
         return kind, read_schema(value)
     if kind == "choice":
-        return "grammar", _choice_grammar(value)
-    _check_text(kind, value)
+        # JSON's escapes are among the grammar's; what it leaves as it is stands for itself.
+        text = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in value)
+        if len(text) > MAX_CHARS:
+            raise ValueError(f"choice: got {len(text)} characters, needs at most {MAX_CHARS}")
+        return "grammar", text
     if kind == "regex":
-        try:
-            check_regex(value)
-        except ValueError as error:
-            raise ValueError(f"regex: {error}") from error
+        check_regex(kind, value)
     return kind, value
-
-
-def _choice_grammar(choices: Any) -> str:
-    if not isinstance(choices, (list, tuple)) or not choices:
-        raise ValueError(f"choice: got {choices!r:.100}, needs a list of at least one string")
-    for choice in choices:
-        _check_text("choice", choice)
-    # JSON's escapes are among the grammar's; what it leaves as it is stands for itself.
-    grammar = "root ::= " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices)
-    _check_text("choice", grammar)
-    return grammar
-
-
-def _check_text(name: str, text: Any) -> None:
-    if not isinstance(text, str):
-        raise ValueError(f"{name}: got {type(text).__name__}, needs a string")
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise ValueError(f"{name}: got a lone surrogate, needs valid Unicode")
-    if len(text) > MAX_CHARS:
-        raise ValueError(f"{name}: got {len(text)} characters, needs at most {MAX_CHARS}")

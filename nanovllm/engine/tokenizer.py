@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanovllm.engine.faults import is_failure
+from nanovllm.engine.faults import TokenizerError, call_tokenizer
 from nanovllm.engine.prompts import PROBES, load_tokenizer
 
 _NAMED = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
@@ -64,19 +64,16 @@ class QuickTokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         source = self._backend if self._whole is None else self._whole
-        text: str = source.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        return source.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def __call__(self, texts: list[str], add_special_tokens: bool = True) -> dict[str, Any]:
         if self._whole is None and self._can_encode:
             encodings = self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
             return {"input_ids": [encoding.ids for encoding in encodings]}
-        found: dict[str, Any] = self.whole()(texts, add_special_tokens=add_special_tokens)
-        return found
+        return self.whole()(texts, add_special_tokens=add_special_tokens)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self([text], add_special_tokens)["input_ids"][0]
-        return ids
+        return self([text], add_special_tokens)["input_ids"][0]
 
     def convert_tokens_to_ids(self, tokens: list[str]) -> list[int | None]:
         ids = map(self._backend.token_to_id, tokens)
@@ -98,12 +95,10 @@ def open_tokenizer(checkpoint: Path) -> Any:
 
     Raises what load_tokenizer raises.
     """
-    quick = None
     try:
-        quick = _open_quick(checkpoint)
-    except BaseException as error:  # what is wrong with the files is for transformers to say
-        if not is_failure(error):
-            raise
+        quick = call_tokenizer(_open_quick, checkpoint)
+    except TokenizerError:  # what is wrong with the files is for transformers to say
+        quick = None
     return quick or load_tokenizer(checkpoint)
 
 
@@ -114,16 +109,15 @@ def whole_tokenizer(tokenizer: Any) -> Any:
 
 def _open_quick(checkpoint: Path) -> QuickTokenizer | None:
     """None, or any exception, where transformers is needed."""
-    if version("transformers").split(".")[0] != "5":
+    file = checkpoint / "tokenizer.json"
+    if version("transformers").split(".")[0] != "5" or not file.is_file():
         return None
     config = _read_json(checkpoint / "tokenizer_config.json")
     if not (_is_plain(config) and _is_model_plain(checkpoint)):
         return None
     from tokenizers import AddedToken, Tokenizer
 
-    if not (checkpoint / "tokenizer.json").is_file():
-        return None
-    backend = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(file))
     added = backend.get_added_tokens_decoder().values()
     # transformers would add the tokens of the one list to the other.
     declared = {repr(AddedToken(**token)) for token in _declared(checkpoint, config)}

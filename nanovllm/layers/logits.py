@@ -173,9 +173,8 @@ def apply_bitmask(logits: torch.Tensor, bitmask: torch.Tensor) -> None:
     logits: float32 [n, vocab]; bitmask: int32 [n, ceil(vocab / 32)], all ones (-1) is off
     """
     bits = 1 << torch.arange(8, dtype=torch.uint8, device=logits.device)
-    mask_bytes = bitmask.contiguous().view(
-        torch.uint8
-    )  # every platform of torch's is little-endian
+    # Every platform of torch's is little-endian.
+    mask_bytes = bitmask.contiguous().view(torch.uint8)
     for rows in _row_chunks(logits):
         is_banned = (mask_bytes[rows, :, None] & bits) == 0
         logits[rows].masked_fill_(is_banned.flatten(1)[:, : logits.size(1)], -torch.inf)

@@ -4,7 +4,7 @@ Owns the refusals, each of the form "field: got X, needs Y, try Z". Knows no mod
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.layers.linear import num_kv_replicas
 from nanovllm.layers.rotary_embedding import RopeSettings
@@ -37,10 +37,20 @@ def window_of_layers(hf_config: Any) -> int | None:
     return getattr(hf_config, "sliding_window", None) if is_sliding else None
 
 
+def refuse(
+    field: str, got: object, need: str, remedy: str = "the published config.json"
+) -> NoReturn:
+    raise ValueError(f"{field}: got {got!r:.80}, needs {need}, try {remedy}")
+
+
 def check_field(hf_config: Any, field: str, need: str, is_valid: Callable[[Any], bool]) -> None:
     value = getattr(hf_config, field, None)
     if not is_valid(value):
-        raise ValueError(f"{field}: got {value!r:.80}, needs {need}, try the published config.json")
+        refuse(field, value, need)
+
+
+def _check_optional(hf_config: Any, field: str, need: str, is_valid: Callable[[Any], bool]) -> None:
+    check_field(hf_config, field, f"{need} or null", lambda x: x is None or is_valid(x))
 
 
 def check_counts(hf_config: Any, fields: Iterable[str]) -> None:
@@ -57,40 +67,23 @@ def check_fields(hf_config: Any) -> None:
     """Presence, type and range of every field that the shared decoder reads."""
     check_counts(hf_config, _COUNTS)
     check_flags(hf_config, ["tie_word_embeddings"])
-    check_field(
-        hf_config,
-        "rms_norm_eps",
-        "a small positive number",
-        lambda x: type(x) is float and 0 < x < 1,
-    )
+    small = "a small positive number"
+    check_field(hf_config, "rms_norm_eps", small, lambda x: type(x) is float and 0 < x < 1)
     for field in ("sliding_window", "max_window_layers"):
-        check_field(hf_config, field, "an integer or null", lambda x: x is None or type(x) is int)
-    check_field(
-        hf_config,
-        "use_sliding_window",
-        "true, false or null",
-        lambda x: x is None or type(x) is bool,
-    )
+        _check_optional(hf_config, field, "an integer", lambda x: type(x) is int)
+    _check_optional(hf_config, "use_sliding_window", "true, false", lambda x: type(x) is bool)
     check_field(hf_config, "hidden_act", "'silu'", lambda x: x == "silu")
-    check_field(hf_config, "layer_types", "a list of names or null", _is_names_or_none)
+    _check_optional(hf_config, "layer_types", "a list of names", lambda x: is_list_of(x, str))
     heads, kv_heads = hf_config.num_attention_heads, hf_config.num_key_value_heads
     if heads % kv_heads:
-        raise ValueError(
-            f"num_key_value_heads: got {kv_heads}, needs a divisor of num_attention_heads = "
-            f"{heads}, try the published config.json"
-        )
+        refuse("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads = {heads}")
     head_dim = head_dim_of(hf_config)
     if type(head_dim) is not int or not 0 < head_dim <= MAX_HEAD_DIM or head_dim % 2:
-        raise ValueError(
-            f"head_dim: got {head_dim!r:.80}, needs a positive even integer up to {MAX_HEAD_DIM}, "
-            "try the published config.json"
-        )
+        refuse("head_dim", head_dim, f"a positive even integer up to {MAX_HEAD_DIM}")
 
 
-def _is_names_or_none(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, list) and all(isinstance(name, str) for name in value)
-    )
+def is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(item) is kind for item in value)
 
 
 def check_unquantized(hf_config: Any) -> None:
@@ -101,41 +94,31 @@ def check_unquantized(hf_config: Any) -> None:
             method = getattr(settings, "quant_method", None)
             if isinstance(settings, dict):
                 method = settings.get("quant_method")
-            raise ValueError(
-                f"{field}: got {method or 'a quantized checkpoint'!s:.80}, needs unquantized "
-                "weights, try the float16 or bfloat16 checkpoint of this model"
-            )
+            got = f"{method or 'a quantized checkpoint'!s:.80}"
+            need = "unquantized weights, try the float16 or bfloat16 checkpoint of this model"
+            raise ValueError(f"{field}: got {got}, needs {need}")
 
 
 def check_settings(hf_config: Any, model_type: str) -> None:
     """Settings that other software acts on and the decoder does not."""
     name = getattr(hf_config, "model_type", None) or model_type
     if name != model_type:
-        raise ValueError(
-            f"model_type: got {name!r:.80}, needs {model_type!r}, as architectures says, try the "
-            "published config.json"
-        )
+        refuse("model_type", name, f"{model_type!r}, as architectures says")
     dtype = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
     if str(dtype).removeprefix("torch.") not in _DTYPES:
-        raise ValueError(
-            f"dtype: got {dtype!r:.80}, needs one of {', '.join(_DTYPES)}, try removing it"
-        )
+        refuse("dtype", dtype, f"one of {', '.join(_DTYPES)}", "removing it")
     RopeSettings(hf_config).inverse_frequencies(head_dim_of(hf_config))
     layer_types = getattr(hf_config, "layer_types", None)
     unknown = set(layer_types or []) - {"full_attention", "sliding_attention"}
     if unknown:
-        raise ValueError(
-            f"layer_types: got {sorted(unknown)}, needs full attention, try another checkpoint"
-        )
+        refuse("layer_types", sorted(unknown), "full attention", "another checkpoint")
 
 
 def check_window(window: int | None, max_model_len: int) -> None:
     """Exact as long as no context outgrows the window, otherwise refused."""
     if window is not None and window < max_model_len:
-        raise ValueError(
-            f"sliding_window: got {window}, needs at least max_model_len = {max_model_len}, "
-            f"try max_model_len={window}"
-        )
+        need = f"at least max_model_len = {max_model_len}"
+        refuse("sliding_window", window, need, f"max_model_len={window}")
 
 
 def check_sharding(hf_config: Any, sharded_fields: Iterable[str], tp_size: int) -> None:
@@ -144,19 +127,13 @@ def check_sharding(hf_config: Any, sharded_fields: Iterable[str], tp_size: int) 
     needs = _sharding_needs(hf_config, fields, tp_size)
     if needs:
         fitting = [n for n in range(1, MAX_RANKS + 1) if not _sharding_needs(hf_config, fields, n)]
-        raise ValueError(
-            f"tensor_parallel_size: got {tp_size}, needs {' and '.join(needs)}, "
-            f"try one of {fitting}"
-        )
+        refuse("tensor_parallel_size", tp_size, " and ".join(needs), f"one of {fitting}")
 
 
 def _sharding_needs(hf_config: Any, fields: Iterable[str], tp_size: int) -> list[str]:
     """What this number of ranks fails; nothing if it works."""
-    needs = []
-    for field in fields:
-        size = getattr(hf_config, field)
-        if size % tp_size:
-            needs.append(f"a divisor of {field} = {size}")
+    sizes = {field: getattr(hf_config, field) for field in fields}
+    needs = [f"a divisor of {field} = {n}" for field, n in sizes.items() if n % tp_size]
     num_kv_heads = hf_config.num_key_value_heads
     if num_kv_replicas(num_kv_heads, tp_size) is None:
         needs.append(f"a divisor or a multiple of num_key_value_heads = {num_kv_heads}")

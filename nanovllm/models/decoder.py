@@ -16,11 +16,7 @@ from nanovllm.kernels.norm_linear import NormInput, normalize
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import (
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary_embedding import RopeSettings, RotaryEmbedding
 from nanovllm.models import checks
 from nanovllm.utils.context import get_context
@@ -30,11 +26,10 @@ from nanovllm.utils.context import get_context
 class Parts:
     """What the families differ in."""
 
-    head_dim: int
-    qkv_bias: bool
-    o_bias: bool
-    mlp_bias: bool
-    qk_norm: bool  # whether each head of q and k is normed before its rotation
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # whether each head of q and k is normed before its rotation
     sliding_window: int | None = None  # tokens that some layer sees; None: all see everything
 
 
@@ -43,7 +38,7 @@ class DecoderAttention(nn.Module):
 
     def __init__(self, hf_config: Any, parts: Parts) -> None:
         super().__init__()
-        head_dim, num_heads = parts.head_dim, hf_config.num_attention_heads
+        head_dim, num_heads = checks.head_dim_of(hf_config), hf_config.num_attention_heads
         hidden_size, self.eps = hf_config.hidden_size, hf_config.rms_norm_eps
         self.qkv_proj = QKVParallelLinear(
             hidden_size, head_dim, num_heads, hf_config.num_key_value_heads, parts.qkv_bias
@@ -118,10 +113,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, decoder layers and the last norm."""
 
-    def __init__(
-        self, hf_config: Any, head_dim: int, make_layer: Callable[[int], DecoderLayer]
-    ) -> None:
+    def __init__(self, hf_config: Any, make_layer: Callable[[int], DecoderLayer]) -> None:
         super().__init__()
+        head_dim = checks.head_dim_of(hf_config)
         self.embed_tokens = VocabParallelEmbedding(hf_config.vocab_size, hf_config.hidden_size)
         self.rotary_emb = RotaryEmbedding(head_dim, RopeSettings(hf_config))
         self.layers: Any = nn.ModuleList(map(make_layer, range(hf_config.num_hidden_layers)))
@@ -157,7 +151,7 @@ class CausalLM(nn.Module):
     def __init__(self, hf_config: Any) -> None:
         super().__init__()
         self.hf_config, self.parts = hf_config, self.read_parts(hf_config)
-        self.model = Decoder(hf_config, self.parts.head_dim, self.make_layer)
+        self.model = Decoder(hf_config, self.make_layer)
         embedding = self.model.embed_tokens.weight if hf_config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(hf_config.vocab_size, hf_config.hidden_size, embedding)
 

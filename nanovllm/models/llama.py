@@ -16,9 +16,7 @@ class LlamaForCausalLM(CausalLM):
     @classmethod
     def read_parts(cls, hf_config: Any) -> Parts:
         return Parts(
-            head_dim=checks.head_dim_of(hf_config),
             qkv_bias=hf_config.attention_bias,
             o_bias=hf_config.attention_bias,
             mlp_bias=hf_config.mlp_bias,
-            qk_norm=False,
         )

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nanovllm.models import checks
 from nanovllm.models.decoder import CausalLM, Parts
 
 
@@ -11,11 +10,4 @@ class MistralForCausalLM(CausalLM):
 
     @classmethod
     def read_parts(cls, hf_config: Any) -> Parts:
-        return Parts(
-            head_dim=checks.head_dim_of(hf_config),
-            qkv_bias=False,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            sliding_window=getattr(hf_config, "sliding_window", None),
-        )
+        return Parts(sliding_window=getattr(hf_config, "sliding_window", None))

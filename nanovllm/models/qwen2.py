@@ -11,11 +11,4 @@ class Qwen2ForCausalLM(CausalLM):
 
     @classmethod
     def read_parts(cls, hf_config: Any) -> Parts:
-        return Parts(
-            head_dim=checks.head_dim_of(hf_config),
-            qkv_bias=True,
-            o_bias=False,
-            mlp_bias=False,
-            qk_norm=False,
-            sliding_window=checks.window_of_layers(hf_config),
-        )
+        return Parts(qkv_bias=True, sliding_window=checks.window_of_layers(hf_config))

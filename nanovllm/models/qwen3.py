@@ -16,10 +16,8 @@ class Qwen3ForCausalLM(CausalLM):
     @classmethod
     def read_parts(cls, hf_config: Any) -> Parts:
         return Parts(
-            head_dim=checks.head_dim_of(hf_config),
             qkv_bias=hf_config.attention_bias,
             o_bias=hf_config.attention_bias,
-            mlp_bias=False,
             qk_norm=True,
             sliding_window=checks.window_of_layers(hf_config),
         )

@@ -24,27 +24,17 @@ class Qwen3MoeForCausalLM(CausalLM):
             hf_config,
             ["moe_intermediate_size", "num_experts", "num_experts_per_tok", "decoder_sparse_step"],
         )
-        checks.check_field(
-            hf_config,
-            "num_experts_per_tok",
-            f"at most num_experts = {hf_config.num_experts}",
-            lambda x: x <= hf_config.num_experts,
-        )
-        checks.check_field(
-            hf_config,
-            "mlp_only_layers",
-            "a list of layer numbers",
-            lambda x: isinstance(x, list) and all(type(i) is int for i in x),
-        )
+        limit, need = hf_config.num_experts, f"at most num_experts = {hf_config.num_experts}"
+        checks.check_field(hf_config, "num_experts_per_tok", need, lambda x: x <= limit)
+        need = "a list of layer numbers"
+        checks.check_field(hf_config, "mlp_only_layers", need, lambda x: checks.is_list_of(x, int))
 
     @classmethod
     def read_parts(cls, hf_config: Any) -> Parts:
         is_sliding = getattr(hf_config, "use_sliding_window", False)
         return Parts(
-            head_dim=checks.head_dim_of(hf_config),
             qkv_bias=hf_config.attention_bias,
             o_bias=hf_config.attention_bias,
-            mlp_bias=False,
             qk_norm=True,
             sliding_window=getattr(hf_config, "sliding_window", None) if is_sliding else None,
         )
@@ -52,22 +42,15 @@ class Qwen3MoeForCausalLM(CausalLM):
     @classmethod
     def sharded_fields(cls, hf_config: Any) -> list[str]:
         is_sparse = [is_sparse_layer(hf_config, i) for i in range(hf_config.num_hidden_layers)]
-        sizes = ["moe_intermediate_size"] * any(is_sparse) + ["intermediate_size"] * (
-            not all(is_sparse)
-        )
-        return ["num_attention_heads", *sizes]
+        sizes = {True: "moe_intermediate_size", False: "intermediate_size"}
+        return ["num_attention_heads", *(sizes[x] for x in (True, False) if x in is_sparse)]
 
     def make_mlp(self, layer_idx: int) -> nn.Module:
         c = self.hf_config
         if not is_sparse_layer(c, layer_idx):
             return super().make_mlp(layer_idx)
-        return SparseMoE(
-            c.hidden_size,
-            c.moe_intermediate_size,
-            c.num_experts,
-            c.num_experts_per_tok,
-            c.norm_topk_prob,
-        )
+        sizes = c.hidden_size, c.moe_intermediate_size, c.num_experts
+        return SparseMoE(*sizes, c.num_experts_per_tok, c.norm_topk_prob)
 
 
 def is_sparse_layer(hf_config: Any, layer_idx: int) -> bool:

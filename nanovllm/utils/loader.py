@@ -18,6 +18,7 @@ from torch import nn
 from tqdm import tqdm
 
 from nanovllm.utils.weight_files import (
+    AGAIN,
     DTYPES,
     MAX_NAMES,
     ModelLoadError,
@@ -25,8 +26,10 @@ from nanovllm.utils.weight_files import (
     read_headers,
     read_tensors,
     some,
+    wrong,
 )
 
+__all__ = ["ModelLoadError", "check_checkpoint", "fingerprint", "load_dummy", "load_model"]
 logger = logging.getLogger(__name__)
 
 # Tensors that old checkpoints carry although they follow from the config.
@@ -58,13 +61,15 @@ class _Target:
     is_alias: bool
 
 
-def check_checkpoint(model: nn.Module, path: str | Path) -> None:
+def check_checkpoint(model: nn.Module, path: str | Path) -> dict[str, StoredTensor]:
     """Compare the headers of the files in `path` with the model, which may be on the meta device.
 
     Missing, unexpected, duplicate and mis-shaped tensors are ModelLoadErrors. No weight is read.
+    Returns what there is.
     """
     stored = read_headers(Path(path))
     _match(_targets(model, stored), stored, Path(path))
+    return stored
 
 
 @torch.no_grad()
@@ -76,8 +81,7 @@ def load_model(
     Tensors go straight to the device. Where the config ties two parameters and the checkpoint has
     different tensors for them (a head of its own), the checkpoint is believed.
     """
-    stored = read_headers(Path(path))
-    _match(_targets(model, stored), stored, Path(path))
+    stored = check_checkpoint(model, path)
     _untie_where_stored_apart(model, stored, device)
     targets = {n: target for n, target in _targets(model, stored).items() if not target.is_alias}
     filled = set()
@@ -155,10 +159,9 @@ def _match(targets: dict[str, _Target], stored: dict[str, StoredTensor], path: P
             )
     if problems:
         more = f" and {len(problems) - MAX_NAMES} more" if len(problems) > MAX_NAMES else ""
-        raise ModelLoadError(
-            f"model: got {str(path)!r} {'; '.join(problems[:MAX_NAMES])}{more}, needs exactly the "
-            f"tensors that config.json describes, try {_remedy(targets, stored, unexpected)}"
-        )
+        got = f"{str(path)!r} {'; '.join(problems[:MAX_NAMES])}{more}"
+        need = "exactly the tensors that config.json describes"
+        raise wrong("model", got, need, _remedy(targets, stored, unexpected))
 
 
 def _check_unquantized(unexpected: list[str], path: Path) -> None:
@@ -166,10 +169,9 @@ def _check_unquantized(unexpected: list[str], path: Path) -> None:
     makers = {name: QUANTIZERS.get(name.rpartition(".")[2]) for name in unexpected}
     names = [name for name, maker in makers.items() if maker]
     if names:
-        raise ModelLoadError(
-            f"model: got {str(path)!r} quantized by {makers[names[0]]}, with {some(names)}, needs "
-            "unquantized weights, try the float16 or bfloat16 checkpoint of this model"
-        )
+        got = f"{str(path)!r} quantized by {makers[names[0]]}, with {some(names)}"
+        remedy = "the float16 or bfloat16 checkpoint of this model"
+        raise wrong("model", got, "unquantized weights", remedy)
 
 
 def _remedy(
@@ -180,7 +182,7 @@ def _remedy(
     parts = {OTHER_MODULES[p] for name in unexpected for p in name.split(".") if p in OTHER_MODULES}
     if parts:
         return f"a checkpoint of the language model alone, without {' and '.join(sorted(parts))}"
-    return "downloading the checkpoint again"
+    return AGAIN
 
 
 def _untie_where_stored_apart(
@@ -195,10 +197,8 @@ def _untie_where_stored_apart(
         if torch.equal(both[name], both[alias]):
             continue
         logger.warning(
-            "%s: the config ties it to %s, but %s has a different tensor for it, which is used",
-            alias,
-            name,
-            stored[alias].file.name,
+            f"{alias}: the config ties it to {name}, but {stored[alias].file.name} has a different "
+            "tensor for it, which is used"
         )
         own = nn.Parameter(torch.empty_like(shared), requires_grad=False)
         own.__dict__.update(shared.__dict__)
@@ -211,12 +211,10 @@ def _check_overflow(
 ) -> None:
     """Refuse values that the model's type turns into infinities; only float16 is that narrow."""
     if dtype == torch.float16 and loaded.dtype != dtype and loaded.numel():
-        largest = loaded.abs().max().item()
-        if largest > torch.finfo(dtype).max:
-            raise ModelLoadError(
-                f"dtype: got float16 for {name} in {source.file.name} whose largest value is "
-                f"{largest:.3g}, needs at most {torch.finfo(dtype).max}, try bfloat16 or float32"
-            )
+        largest, limit = loaded.abs().max().item(), torch.finfo(dtype).max
+        if largest > limit:
+            got = f"float16 for {name} in {source.file.name} whose largest value is {largest:.3g}"
+            raise wrong("dtype", got, f"at most {limit}", "bfloat16 or float32")
 
 
 def fingerprint(checkpoint: Path) -> str:

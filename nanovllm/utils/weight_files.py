@@ -35,6 +35,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+AGAIN = "downloading the checkpoint again"
 MAX_NAMES = 5
 NUM_THREADS = 4
 PIECE = 4 << 20  # bytes; of pinned memory each thread has two
@@ -43,6 +44,10 @@ MAX_AHEAD = 1 << 29  # bytes of tensors that are read before they are asked for
 
 class ModelLoadError(ValueError):
     """The checkpoint's files are damaged or do not belong to the model."""
+
+
+def wrong(name: object, got: str, need: str, remedy: str) -> ModelLoadError:
+    return ModelLoadError(f"{name}: got {got}, needs {need}, try {remedy}")
 
 
 @dataclass(frozen=True)
@@ -68,24 +73,21 @@ def some(names: list[str]) -> str:
 def read_headers(path: Path) -> dict[str, StoredTensor]:
     """All tensors of the checkpoint in `path`, without their values."""
     if not path.is_dir():
-        raise ModelLoadError(f"model: got {str(path)!r}, needs a directory, try the right path")
+        raise wrong("model", repr(str(path)), "a directory", "the right path")
     weight_map = _read_index(path) if (path / INDEX_NAME).is_file() else {}
     stored: dict[str, StoredTensor] = {}
     for file in sorted({path / name for name in weight_map.values()}) or _unlisted_files(path):
         for name, tensor in _read_header(file).items():
             if name in stored:
-                raise ModelLoadError(
-                    f"{name}: got it in {stored[name].file.name} and in {file.name}, needs "
-                    "one of them, try removing the file that is not part of the checkpoint"
-                )
+                got = f"it in {stored[name].file.name} and in {file.name}"
+                remedy = "removing the file that is not part of the checkpoint"
+                raise wrong(name, got, "one of them", remedy)
             stored[name] = tensor
     for name, file_name in weight_map.items():
         if name not in stored or stored[name].file.name != file_name:
             where = f"only {stored[name].file.name} has it" if name in stored else "it is not there"
-            raise ModelLoadError(
-                f"{path / INDEX_NAME}: got {name} in {file_name}, where {where}, needs the index of"
-                " these files, try downloading the checkpoint again"
-            )
+            got = f"{name} in {file_name}, where {where}"
+            raise wrong(path / INDEX_NAME, got, "the index of these files", AGAIN)
     return stored
 
 
@@ -94,10 +96,9 @@ def _unlisted_files(path: Path) -> list[Path]:
     files = sorted(filter(os.path.isfile, path.glob("*.safetensors")))
     if not files:
         others = [p.name for p in path.iterdir() if p.suffix in (".bin", ".gguf", ".pt", ".pth")]
-        raise ModelLoadError(
-            f"model: got {str(path)!r} with {some(sorted(others)) or 'no weights'}, needs "
-            "*.safetensors files, try the safetensors version of this checkpoint"
-        )
+        got = f"{str(path)!r} with {some(sorted(others)) or 'no weights'}"
+        remedy = "the safetensors version of this checkpoint"
+        raise wrong("model", got, "*.safetensors files", remedy)
     if path / SINGLE_NAME in files and len(files) > 1:
         ignored = [file.name for file in files if file.name != SINGLE_NAME]
         logger.info("%s is read, beside it are ignored: %s", SINGLE_NAME, some(ignored))
@@ -112,25 +113,17 @@ def _read_index(path: Path) -> dict[str, str]:
         weight_map = dict(json.loads(index_file.read_text("utf-8"))["weight_map"].items())
         names = set(weight_map.values())
     except Exception as error:  # json also raises RecursionError
-        raise ModelLoadError(
-            f"{index_file}: got no weight_map of tensor names to files ({error!r:.200}), needs one,"
-            " try downloading the file again"
-        ) from error
+        got = f"no weight_map of tensor names to files ({error!r:.200})"
+        raise wrong(index_file, got, "one", "downloading the file again") from error
     for name in sorted(names, key=repr):
         if not isinstance(name, str) or Path(name).name != name or "\\" in name:
-            raise ModelLoadError(
-                f"{index_file}: got the file {name!r}, needs plain names of files in this folder, "
-                "try the original index"
-            )
+            need = "plain names of files in this folder"
+            raise wrong(index_file, f"the file {name!r}", need, "the original index")
         if not os.path.isfile(path / name):  # no error for a name that is too long
-            raise ModelLoadError(
-                f"{index_file}: got {name!r} in its list but not in the folder, needs all "
-                f"{len(names)} files, try downloading the checkpoint again"
-            )
+            got = f"{name!r} in its list but not in the folder"
+            raise wrong(index_file, got, f"all {len(names)} files", AGAIN)
     if not names:
-        raise ModelLoadError(
-            f"{index_file}: got an empty list, needs files, try the original index"
-        )
+        raise wrong(index_file, "an empty list", "files", "the original index")
     return weight_map
 
 
@@ -158,10 +151,8 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise ModelLoadError(
-            f"{file}: got a file that cannot be read ({error!s:.200}), needs a complete safetensors"
-            " file, try downloading it again"
-        ) from error
+        got, need = f"a file that cannot be read ({error!s:.200})", "a complete safetensors file"
+        raise wrong(file, got, need, "downloading it again") from error
 
 
 # -- values ----------------------------------------------------------------------------------------

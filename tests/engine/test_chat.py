@@ -215,6 +215,18 @@ def test_nothing_of_the_caller_is_changed(qwen3):
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             r"^messages\[0\]: got a content part 'image_url'",
         ),
+        (
+            [{"role": "a", "content": NotImplemented}],
+            r"^messages\[0\]: got NotImplementedType as content, needs {'role'",
+        ),
+        (
+            [{"role": "a", "tool_calls": NotImplemented}],
+            r"^messages\[0\]: got NotImplementedType as tool_calls, needs a list",
+        ),
+        (
+            [{"role": "a", "content": "A", "tool_calls": NotImplemented}],
+            r"^messages\[0\]: got NotImplementedType as tool_calls, needs a list",
+        ),
         ([*HELLO, {"role": "a", "tool_calls": [5]}], "^messages: the chat template failed"),
         (
             [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}],
@@ -222,6 +234,7 @@ def test_nothing_of_the_caller_is_changed(qwen3):
         ),
     ],
 )
+@pytest.mark.filterwarnings("error:NotImplemented:DeprecationWarning")
 def test_bad_messages_are_named(qwen3, messages, message):
     with pytest.raises((ValueError, TypeError), match=message):
         render_chat(qwen3, messages)

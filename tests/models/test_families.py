@@ -20,6 +20,7 @@ from nanovllm import models as registry
 from nanovllm.config import _FAMILY_FIELDS, Config, load_hf_config
 from nanovllm.engine.checks import check_model
 from nanovllm.models import get_model_class
+from nanovllm.models.checks import head_dim_of
 from tests.parity import RecordedLLM, hf_logits_of_all, load_hf
 
 BLOCK = 16
@@ -221,6 +222,7 @@ def test_published_config_is_read_without_transformers(name, tmp_path, monkeypat
         ours = read(values, tmp_path)
     family = get_model_class(ours)
     assert family.read_parts(ours) == family.read_parts(theirs)
+    assert head_dim_of(ours) == head_dim_of(theirs)
     longest = [family.check_config(config, 1, 10**6) for config in (ours, theirs)]
     assert (
         longest == [{"Qwen3-0.6B with yarn": 131072}.get(name, theirs.max_position_embeddings)] * 2
