@@ -203,8 +203,13 @@ def test_interrupt_by_signal_leaves_nothing_behind(llm, canary, monkeypatch):
 
     assert threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(llm._runner, "launch", run_and_interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([[7] * 20] * 4, GREEDY, use_tqdm=False)
+    # A shell's background jobs begin with SIGINT ignored, and so do these tests as one of them.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[7] * 20] * 4, GREEDY, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     monkeypatch.undo()
     assert_unharmed(llm, canary)
 
