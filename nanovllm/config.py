@@ -9,17 +9,11 @@ import json
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from nanovllm.errors import naming
-
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-DEVICES = ("auto", "cpu", "cuda")
-LOAD_FORMATS = ("auto", "dummy")
-SCHEDULE_POLICIES = ("fcfs", "prefix")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +32,7 @@ class Config:
     dtype: str = "auto"  # compute type; auto: the checkpoint's on CUDA, float32 on the CPU
     device: str = "auto"  # auto: CUDA where there is a GPU, else the CPU
     schedule_policy: str = "fcfs"  # or "prefix": sharers of a prefix together; read by Scheduler
+    cascade_attention: bool = True  # read shared prefixes once for all in decode; Scheduler
     attention_backend: str = "auto"  # a name from nanovllm.attention, or auto: the fastest
     load_format: str = "auto"  # auto: safetensors; dummy: random weights, for benchmarks
     seed: int = 0  # >= 0, of the sampler's random numbers
@@ -46,30 +41,11 @@ class Config:
 
     def __post_init__(self) -> None:
         # Normalised in place: numpy scalars become ints, a Path becomes a str.
-        for name, check in self._checks().items():
-            with naming(name):
-                check(name)
-
-    def _checks(self) -> dict[str, Callable[[str], None]]:
-        """How each field is checked."""
-        return {
-            "model": self._check_model,
-            "max_num_batched_tokens": partial(self._check_int, low=1),
-            "max_num_seqs": partial(self._check_int, low=1),
-            "max_model_len": partial(self._check_int, low=2),
-            "gpu_memory_utilization": self._check_share,
-            "tensor_parallel_size": partial(self._check_int, low=1, high=8),
-            "kvcache_block_size": partial(self._check_int, low=1),
-            "num_kvcache_blocks": self._check_num_blocks,
-            "seed": partial(self._check_int, low=0, high=2**63 - 1),
-            **dict.fromkeys(("step_timeout", "start_timeout"), self._check_seconds),
-            **dict.fromkeys(("enforce_eager", "overlap", "deterministic"), self._check_flag),
-            "dtype": partial(self._check_choice, choices=DTYPES),
-            "device": partial(self._check_choice, choices=DEVICES),
-            "load_format": partial(self._check_choice, choices=LOAD_FORMATS),
-            "schedule_policy": partial(self._check_choice, choices=SCHEDULE_POLICIES),
-            "attention_backend": self._check_name,
-        }
+        for knob in fields(self):
+            check, *limits = _CHECKS.get(knob.name, (_flag,))
+            with naming(knob.name):
+                value = check(knob.name, getattr(self, knob.name), *limits)
+                object.__setattr__(self, knob.name, value)
 
     @classmethod
     def from_kwargs(cls, model: str, **kwargs: Any) -> "Config":
@@ -81,66 +57,90 @@ class Config:
         for name in kwargs:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-                raise TypeError(
-                    f"{name}: not a setting of LLM, needs one of its fields, try {near}"
-                    f" (all: {', '.join(known)})"
-                )
+                need = f"one of its fields, try {near} (all: {', '.join(known)})"
+                raise TypeError(f"{name}: not a setting of LLM, needs {need}")
         return cls(model, **kwargs)
 
-    def _check_model(self, name: str) -> None:
-        if isinstance(self.model, Path):
-            object.__setattr__(self, name, str(self.model))
-        if not isinstance(self.model, str):
-            got = f"{self.model!r:.80}"
-            raise TypeError(f"model: got {got}, needs a directory or a hub id as a string")
-        if not self.model.strip():
-            raise ValueError("model: got an empty string, needs a directory or a hub id")
 
-    def _check_int(self, name: str, low: int, high: int | None = None) -> None:
-        value = getattr(self, name)
-        need = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"{name}: got {value!r:.80}, needs {need}")
-        number = int(value)
-        if number < low or (high is not None and number > high):
-            raise ValueError(f"{name}: got {value!s:.80}, needs {need}")
-        object.__setattr__(self, name, number)
+# -- one check per kind of field: its name, what was passed, limits -> what is stored --------------
 
-    def _check_num_blocks(self, name: str) -> None:
-        if self.num_kvcache_blocks is not None:
-            self._check_int(name, 1)
 
-    def _check_share(self, name: str) -> None:
-        if not 0 < self._number(name, "a number, try 0.9") <= 1:  # also false for NaN
-            got = getattr(self, name)
-            raise ValueError(f"{name}: got {got!s:.80}, needs 0 < x <= 1, try 0.9")
+def _check_type(is_right: bool, name: str, value: Any, need: str) -> None:
+    if not is_right:
+        raise TypeError(f"{name}: got {value!r:.80}, needs {need}")
 
-    def _check_seconds(self, name: str) -> None:
-        seconds = self._number(name, "a number of seconds, try 60")
-        if not 0 < seconds < 1e6:  # also false for NaN
-            got = getattr(self, name)
-            raise ValueError(f"{name}: got {got!s:.80}, needs 0 < seconds < 1e6, try 60")
-        object.__setattr__(self, name, seconds)
 
-    def _number(self, name: str, need: str) -> float:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name}: got {value!r:.80}, needs {need}")
-        return float(value)
+def _flag(name: str, value: Any) -> bool:
+    _check_type(isinstance(value, bool), name, value, "True or False")
+    return value
 
-    def _check_flag(self, name: str) -> None:
-        if not isinstance(getattr(self, name), bool):
-            raise TypeError(f"{name}: got {getattr(self, name)!r:.80}, needs True or False")
 
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        self._check_name(name, f"a string, one of {', '.join(choices)}")
-        if getattr(self, name) not in choices:
-            got = getattr(self, name)
-            raise ValueError(f"{name}: got {got!r:.80}, needs one of {', '.join(choices)}")
+def _model(name: str, value: Any) -> str:
+    model = str(value) if isinstance(value, Path) else value
+    _check_type(isinstance(model, str), name, value, "a directory or a hub id as a string")
+    if not model.strip():
+        raise ValueError(f"{name}: got an empty string, needs a directory or a hub id")
+    return model
 
-    def _check_name(self, name: str, need: str = "a name") -> None:
-        if not isinstance(getattr(self, name), str):
-            raise TypeError(f"{name}: got {getattr(self, name)!r:.80}, needs {need}")
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> int:
+    need = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    _check_type(is_integer, name, value, need)
+    number = int(value)
+    if number < low or (high is not None and number > high):
+        raise ValueError(f"{name}: got {value!s:.80}, needs {need}")
+    return number
+
+
+def _num_blocks(name: str, value: Any) -> int | None:
+    return None if value is None else _integer(name, value, 1)
+
+
+def _number(
+    name: str, value: Any, kind: str, span: str, example: str, fits: Callable[[float], bool]
+) -> float:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    _check_type(is_number, name, value, f"{kind}, try {example}")
+    number = float(value)
+    if not fits(number):
+        raise ValueError(f"{name}: got {value!s:.80}, needs {span}, try {example}")
+    return number
+
+
+def _name(name: str, value: Any, need: str = "a name") -> str:
+    _check_type(isinstance(value, str), name, value, need)
+    return value
+
+
+def _choice(name: str, value: Any, *choices: str) -> str:
+    _name(name, value, f"a string, one of {', '.join(choices)}")
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r:.80}, needs one of {', '.join(choices)}")
+    return value
+
+
+_SHARE = ("a number", "0 < x <= 1", "0.9", lambda x: 0 < x <= 1)
+_SECONDS = ("a number of seconds", "0 < seconds < 1e6", "60", lambda x: 0 < x < 1e6)
+# Fields that are not here are flags.
+_CHECKS: dict[str, tuple[Any, ...]] = {
+    "model": (_model,),
+    "max_num_batched_tokens": (_integer, 1),
+    "max_num_seqs": (_integer, 1),
+    "max_model_len": (_integer, 2),
+    "gpu_memory_utilization": (_number, *_SHARE),
+    "tensor_parallel_size": (_integer, 1, 8),
+    "kvcache_block_size": (_integer, 1),
+    "num_kvcache_blocks": (_num_blocks,),
+    "dtype": (_choice, "auto", "float32", "float16", "bfloat16"),
+    "device": (_choice, "auto", "cpu", "cuda"),
+    "schedule_policy": (_choice, "fcfs", "prefix"),
+    "attention_backend": (_name,),
+    "load_format": (_choice, "auto", "dummy"),
+    "seed": (_integer, 0, 2**63 - 1),
+    "step_timeout": (_number, *_SECONDS),
+    "start_timeout": (_number, *_SECONDS),
+}
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -152,10 +152,8 @@ def resolve_checkpoint(model: str) -> Path:
     if path.is_dir():
         return path
     if path.exists() or path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ValueError(
-            f"model: got {model!r}, needs an existing checkpoint directory (or a hub id such as"
-            " Qwen/Qwen3-0.6B), check the path"
-        )
+        need = "an existing checkpoint directory (or a hub id such as Qwen/Qwen3-0.6B)"
+        raise ValueError(f"model: got {model!r}, needs {need}, check the path")
     from huggingface_hub import snapshot_download
 
     try:
@@ -211,11 +209,10 @@ def load_hf_config(path: Path) -> Any:
     file = path / "config.json"
     if not file.is_file():
         others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".bin", ".pt"))
-        raise ValueError(
-            f"model: {str(path)!r} has no config.json{' but ' * bool(others)}"
-            f"{', '.join(others[:5])}, needs a folder with config.json and *.safetensors, try the "
-            "safetensors version of this checkpoint"
-        )
+        found = f" but {', '.join(others[:5])}" if others else ""
+        need = "a folder with config.json and *.safetensors"
+        remedy = "try the safetensors version of this checkpoint"
+        raise ValueError(f"model: {str(path)!r} has no config.json{found}, needs {need}, {remedy}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
         _check_sizes(values)
@@ -251,7 +248,5 @@ def _check_sizes(values: dict[str, Any]) -> None:
     for name, limit in _LIMITS.items():
         value = values.get(name)
         if value is not None and not (type(value) is int and 0 < value <= limit):
-            raise ValueError(
-                f"{name}: got {value!r:.80}, needs a positive integer up to {limit}, try the"
-                " published config.json"
-            )
+            need = f"a positive integer up to {limit}, try the published config.json"
+            raise ValueError(f"{name}: got {value!r:.80}, needs {need}")

@@ -28,7 +28,13 @@ CHOICES = {
     "load_format": ("auto", "dummy"),
     "schedule_policy": ("fcfs", "prefix"),
 }
-FLAGS = {"enforce_eager": False, "overlap": True, "deterministic": False}  # field -> default
+# field -> default
+FLAGS = {
+    "enforce_eager": False,
+    "overlap": True,
+    "deterministic": False,
+    "cascade_attention": True,
+}
 SECONDS = {"step_timeout": 60.0, "start_timeout": 600.0}
 
 

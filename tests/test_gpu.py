@@ -11,9 +11,11 @@ import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.attention import select_backend
+from nanovllm.engine.prefix_groups import DecodeOrder
 from tests.parity import compare_half_precision, load_hf
 from tests.test_bundled import BUNDLED
 from tests.test_llm import SHAPES, greedy, random_prompts
+from tests.test_shared_prefixes import random_tree
 
 pytestmark = pytest.mark.gpu  # conftest.py skips it without a GPU
 
@@ -78,6 +80,27 @@ def test_fp32_tokens_equal_the_cpu(backend, eager, overlap):
         ) as llm:
             assert greedy(llm, prompts) == expected
             assert llm.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_shared_prefixes_read_once_change_no_token(eager, monkeypatch):
+    """Groups come and go within the same graphs: fp32 tokens are those without, and the CPU's."""
+    monkeypatch.setattr(DecodeOrder, "MIN_ROWS", 2)
+    monkeypatch.setattr(DecodeOrder, "MIN_SAVED", 0)
+    prompts = random_tree(100, seed=3)
+    params = [SamplingParams(0, max_tokens=8 + i % 24, ignore_eos=True) for i in range(100)]
+    settings = dict(dtype="float32", kvcache_block_size=16, max_num_seqs=48)
+
+    def tokens(llm):
+        return [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    with LLM(str(BUNDLED), device="cpu", max_model_len=512, **settings) as llm:
+        expected = tokens(llm)
+    for cascade_attention in (True, False):
+        kwargs = {**settings, "enforce_eager": eager, "cascade_attention": cascade_attention}
+        with make(BUNDLED, "triton", **kwargs) as llm:
+            assert tokens(llm) == expected
+            assert tokens(llm) == expected  # from the prefix cache
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch():

@@ -6,6 +6,8 @@ import random
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import model_runner
+from nanovllm.engine.prefix_groups import DecodeOrder, work_list
 from tests.test_bundled import BUNDLED
 
 BLOCK = 16
@@ -98,3 +100,80 @@ def test_trees_of_prompts_give_the_tokens_of_each_alone(settings):
         assert [o["token_ids"] for o in output.get("outputs") or [output]] == [
             o["token_ids"] for o in alone.get("outputs") or [alone]
         ]
+
+
+# -- cascade attention: what running sequences share is read once ----------------------------------
+
+
+@pytest.fixture
+def grouped_steps(monkeypatch):
+    """Groups of two rows and one block are groups; the steps that had any, as they are built."""
+    monkeypatch.setattr(DecodeOrder, "MIN_ROWS", 2)
+    monkeypatch.setattr(DecodeOrder, "MIN_SAVED", 0)
+    steps = []
+
+    def counted(groups, *args):
+        steps.append(groups)
+        return work_list(groups, *args)
+
+    monkeypatch.setattr(model_runner, "work_list", counted)
+    return steps
+
+
+def all_tokens(outputs):
+    return [o["token_ids"] for output in outputs for o in output.get("outputs") or [output]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        dict(max_num_batched_tokens=50, overlap=False),
+        dict(num_kvcache_blocks=20, max_num_seqs=9),
+        dict(schedule_policy="prefix", max_num_seqs=12),
+        dict(kvcache_block_size=3, max_num_seqs=20),
+        dict(tensor_parallel_size=2, max_num_seqs=14, num_kvcache_blocks=30),
+    ],
+    ids=str,
+)
+def test_groups_change_no_token(settings, seed, grouped_steps):
+    prompts = random_tree(30, seed=10 + seed)
+    params = [
+        SamplingParams((0, 0.8)[i % 2], max_tokens=4 + i, ignore_eos=True, seed=i, n=(1, 3)[i % 2])
+        for i in range(30)
+    ]
+    tokens = []
+    for cascade_attention in (True, False):
+        with make(cascade_attention=cascade_attention, **settings) as llm:
+            first = llm.generate(prompts, params, use_tqdm=False)
+            again = llm.generate(prompts[::-1], params[::-1], use_tqdm=False)  # cached, evicted
+        tokens.append(all_tokens(first) + all_tokens(again))
+        if cascade_attention:
+            assert len(grouped_steps) > 20
+            assert max(len(groups) for groups in grouped_steps) >= 2
+            num_grouped = len(grouped_steps)
+    assert tokens[0] == tokens[1]
+    assert len(grouped_steps) == num_grouped, "grouped with cascade_attention=False"
+
+
+def test_who_is_aborted_leaves_the_group(grouped_steps):
+    """Who ends takes another request of the group along; what they have is as ever."""
+    prompts = [[*range(5, 5 + 2 * BLOCK), i] for i in range(12)]
+    params = [SamplingParams(0, max_tokens=4 + 2 * i, ignore_eos=True) for i in range(12)]
+    with make() as llm:
+        expected = all_tokens(llm.generate(prompts, params, use_tqdm=False))
+        ids = [llm.add_request(*request) for request in zip(prompts, params, strict=True)]
+        found = {}
+        while not llm.is_finished():
+            ended = llm.step()
+            for request_id, output in ended:
+                if output["finish_reason"] == "length":
+                    llm.abort(request_id + 5)
+            found.update(ended)
+    assert [found[i]["finish_reason"] for i in ids].count("abort") >= 5
+    for request_id, tokens in zip(ids, expected, strict=True):
+        part = found[request_id]["token_ids"]
+        assert part == tokens[: len(part)]
+    sizes = {int(end - first) for groups in grouped_steps for first, end, _, _ in groups}
+    assert len(sizes) > 5

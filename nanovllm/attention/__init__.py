@@ -40,6 +40,7 @@ class PairedBackend(AttentionBackend):
         self.name = f"{prefill.name} (prefill) + {decode.name} (decode)"
         self.is_graph_safe = decode.is_graph_safe  # only decode steps are captured
         self.fused_max_batch = decode.fused_max_batch
+        self.min_shared_batch, self.shared_item = decode.min_shared_batch, decode.shared_item
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int

@@ -42,6 +42,11 @@ class AttentionBackend(ABC):
     # Decode batches up to this size go through fused_decode; 0: the backend has none.
     fused_max_batch: int = 0
 
+    # Decode batches from this size on may come with ctx.shared; None: none may.
+    min_shared_batch: int | None = None
+    # Query rows and keys of an item in it: what is computed at once.
+    shared_item: tuple[int, int] = (64, 512)
+
     @abstractmethod
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int

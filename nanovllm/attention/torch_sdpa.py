@@ -1,7 +1,8 @@
 """Attention in plain torch: the CPU's path, and what every other backend is tested against.
 
 Owns nothing but indices derived from the current step. Gathers a sequence's K/V from the cache and
-lets `scaled_dot_product_attention` do the rest; runs on every device torch knows.
+lets `scaled_dot_product_attention` do the rest; runs on every device torch knows. What rows of a
+decode share is read once for all of them, on the CPU.
 """
 
 import sys
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 
 from nanovllm.attention.base import AttentionBackend
 from nanovllm.kernels.rms_norm import inverse_rms
+from nanovllm.kernels.shared_prefix import attend_ref, cached_keys
 from nanovllm.utils.context import Context
 
 # K and V of one group of a decode batch on the CPU. Around the size of a second-level cache:
@@ -23,6 +25,7 @@ class TorchSDPABackend(AttentionBackend):
     """Prefill one sequence at a time, without padding; decode in padded batches."""
 
     name = "torch"
+    shared_item = 1 << 20, 1 << 20  # as large as groups are
 
     def __init__(self) -> None:
         # All layers of a decode step share what was derived from its context by the first.
@@ -37,6 +40,8 @@ class TorchSDPABackend(AttentionBackend):
     ) -> str | None:
         # Elsewhere kernels norm, rotate and store in fewer operations than can be done here.
         self.fused_max_batch = sys.maxsize if device.type == "cpu" else 0
+        # Which rows share what can be looked at here; a GPU would have to be waited for.
+        self.min_shared_batch = 1 if device.type == "cpu" else None
         return None
 
     def prefill(
@@ -71,20 +76,21 @@ class TorchSDPABackend(AttentionBackend):
             step = self._step = self._prepare_decode(ctx, k_cache)
         num_seqs, num_heads, head_dim = q.shape
         # The query heads of one K/V head are as many query rows over it: no K/V is repeated.
-        q = q.reshape(num_seqs, k_cache.size(2), -1, head_dim)
+        grouped = q.reshape(num_seqs, k_cache.size(2), -1, head_dim)
         if step.order is not None:
-            q = q.index_select(0, step.order)
-        k_cache, v_cache = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+            grouped = grouped.index_select(0, step.order)
+        k_slots, v_slots = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        attend = F.scaled_dot_product_attention if ctx.shared is None else _attend_with_lse
         outs = []
-        parts = q.split_with_sizes(step.group_sizes)
+        parts = grouped.split_with_sizes(step.group_sizes)
         for group, group_q in zip(step.groups, parts, strict=True):
-            torch.index_select(k_cache, 0, group.slots, out=group.k_rows)
-            torch.index_select(v_cache, 0, group.slots, out=group.v_rows)
-            outs.append(
-                F.scaled_dot_product_attention(group_q, group.k, group.v, attn_mask=group.mask)
-            )
+            torch.index_select(k_slots, 0, group.slots, out=group.k_rows)
+            torch.index_select(v_slots, 0, group.slots, out=group.v_rows)
+            outs.append(attend(group_q, group.k, group.v, group.mask))
         out = outs[0] if step.inverse is None else torch.cat(outs).index_select(0, step.inverse)
-        out = out.reshape(num_seqs, num_heads, head_dim)
+        out = out.reshape(num_seqs, num_heads, -1)
+        if ctx.shared is not None:
+            out = _merge_shared(out, q, k_cache, v_cache, step)
         return out if step.is_padding is None else out.masked_fill(step.is_padding, 0.0)
 
     def fused_decode(
@@ -121,13 +127,19 @@ class TorchSDPABackend(AttentionBackend):
     def _prepare_decode(self, ctx: Context, cache: torch.Tensor) -> "_DecodeStep":
         """cache: float [num_blocks, block_size, num_kv_heads, head_dim] any layer's K or V."""
         assert ctx.block_tables is not None and ctx.context_lens is not None, "decode needs both"
-        lens, tables = ctx.context_lens.unsqueeze(1), ctx.block_tables
+        lens, tables, items = ctx.context_lens.unsqueeze(1), ctx.block_tables, []
+        if ctx.shared is not None:  # what is left are the rows' own parts
+            items = ctx.shared.items[: int(ctx.shared.num_items), :4].tolist()
+            own_starts = ctx.shared.own_starts[:, None]
+            lens = lens - own_starts
+            columns = torch.arange(tables.size(1)) + own_starts // cache.size(1)
+            tables = tables.gather(1, columns.clamp_max_(tables.size(1) - 1))
         shapes = [(tables.size(0), max(ctx.max_context_len, 1))]
         order = inverse = is_padding = None
         if lens.device.type == "cpu":
             # Only here are the lengths free to look at; a GPU would have to be waited for.
             bytes_per_key = 2 * cache.size(2) * cache.size(3) * cache.element_size()
-            shapes, rows = _group_by_length(ctx.context_lens.tolist(), bytes_per_key)
+            shapes, rows = _group_by_length(lens[:, 0].tolist(), bytes_per_key)
             if len(shapes) > 1:
                 order = torch.tensor(rows)
                 inverse = order.argsort()
@@ -161,7 +173,7 @@ class TorchSDPABackend(AttentionBackend):
             )
             first += num_seqs
         sizes = [num_seqs for num_seqs, _ in shapes]
-        return _DecodeStep(ctx, order, inverse, is_padding, sizes, groups)
+        return _DecodeStep(ctx, order, inverse, is_padding, sizes, groups, items)
 
     def _gather_buffers(
         self, cache: torch.Tensor, num_rows: int
@@ -204,6 +216,8 @@ class _DecodeStep:
     # Sequences in each group.
     group_sizes: list[int]
     groups: list[_DecodeGroup]
+    # Of what rows share: first row and end, first key and end.
+    items: list[list[int]]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -230,6 +244,41 @@ def _prepare_new_tokens(ctx: Context, cos_sin: torch.Tensor) -> _NewTokens:
         rows = (slots >= 0).nonzero().squeeze(1)
         slots = slots[rows]
     return _NewTokens(ctx, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1), slots, rows)
+
+
+def _attend_with_lse(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """scaled_dot_product_attention, in float32, with the scores' log-sum-exp as one value more."""
+    scores = (q @ k.transpose(-1, -2)).float() * q.size(-1) ** -0.5
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1, keepdim=True)
+    return torch.cat([((scores - lse).exp().to(v.dtype) @ v).float(), lse], -1)
+
+
+def _merge_shared(
+    own: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    step: _DecodeStep,
+) -> torch.Tensor:
+    """Attention over each row's own part and over all items that it has a share in.
+
+    own: float32 [num_seqs, num_heads, head_dim + 1] as _attend_with_lse gives it; overwritten.
+    """
+    assert (tables := step.ctx.block_tables) is not None, "decode needs them"
+    out, lse = own[..., :-1], own[..., -1:]
+    for first, end, start, stop in step.items:
+        k = cached_keys(k_cache, tables[first], start, stop)
+        v = cached_keys(v_cache, tables[first], start, stop)
+        values, item_lse = attend_ref(q[first:end], k, v, q.size(-1) ** -0.5)
+        rows, item_lse = slice(first, end), item_lse[..., None]
+        merged = torch.logaddexp(lse[rows], item_lse)
+        out[rows] = (lse[rows] - merged).exp() * out[rows] + (item_lse - merged).exp() * values
+        lse[rows] = merged
+    return out.to(q.dtype)
 
 
 def _group_by_length(

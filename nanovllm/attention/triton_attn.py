@@ -10,12 +10,19 @@ from nanovllm.kernels.launch import missing_triton
 from nanovllm.kernels.paged_attention import (
     FUSED_MAX_BATCH,
     DecodeWorkspace,
+    SharedPartials,
     decode_workspace,
     fused_decode_attention,
     paged_decode_attention,
 )
 from nanovllm.kernels.prefill_attention import prefill_attention
-from nanovllm.utils.context import Context
+from nanovllm.kernels.shared_prefix import (
+    ITEM_KEYS,
+    ITEM_ROWS,
+    shared_partials,
+    shared_prefix_attention,
+)
+from nanovllm.utils.context import Context, SharedPrefixes
 
 
 class TritonBackend(AttentionBackend):
@@ -25,11 +32,14 @@ class TritonBackend(AttentionBackend):
     block_size_multiple = 16
     is_graph_safe = True
     fused_max_batch = FUSED_MAX_BATCH
+    min_shared_batch = FUSED_MAX_BATCH + 1
+    shared_item = ITEM_ROWS, ITEM_KEYS
 
     def __init__(self) -> None:
         # (batch, block table width, heads, kv heads, head dim) that the workspace is enough for.
         self._sizes: tuple[int, ...] = ()
         self._workspace: DecodeWorkspace | None = None
+        self._partials: SharedPartials | None = None
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
@@ -73,8 +83,14 @@ class TritonBackend(AttentionBackend):
         assert ctx.block_tables is not None and ctx.context_lens is not None, "decode needs both"
         workspace = self._scratch(q.size(1), k_cache, ctx.block_tables)
         scale = q.size(-1) ** -0.5
+        cache = k_cache, v_cache, ctx.block_tables
+        shared: SharedPartials | None = None
+        if ctx.shared is not None:
+            shared = self._shared_scratch(q, ctx.shared)
+            lists = ctx.shared.items, ctx.shared.num_items
+            shared_prefix_attention(q, *cache, *lists, shared, scale)
         return paged_decode_attention(
-            q, k_cache, v_cache, ctx.block_tables, ctx.context_lens, scale, workspace=workspace
+            q, *cache, ctx.context_lens, scale, workspace=workspace, shared=shared
         )
 
     def fused_decode(
@@ -121,3 +137,12 @@ class TritonBackend(AttentionBackend):
             )
             self._sizes = sizes
         return self._workspace
+
+    def _shared_scratch(self, q: torch.Tensor, prefixes: SharedPrefixes) -> SharedPartials:
+        """Room for the partial results of a step's items, grown likewise."""
+        size = len(prefixes.items), q.size(1), q.size(2)
+        starts = prefixes.own_starts, prefixes.partial_starts
+        room = self._partials
+        if room is None or len(room.values) < size[0] or room.values.size(1) != size[1]:
+            room = self._partials = shared_partials(*size, *starts)
+        return SharedPartials(*starts, room.values, room.lse)

@@ -68,9 +68,13 @@ def _special_rows(
 
 
 def build_decode(
-    table: SequenceTable, rows: IntArray, starts: IntArray, new_blocks: IntArray
+    table: SequenceTable,
+    rows: IntArray,
+    starts: IntArray,
+    new_blocks: IntArray,
+    groups: IntArray,
 ) -> ScheduledBatch:
-    """One token of each row's sequence, at position starts; new_blocks as ScheduledBatch's."""
+    """One token of each row's sequence, at position starts; the rest as ScheduledBatch's."""
     special = _special_rows(table, rows, starts + 1, is_prefill=False)
     return ScheduledBatch(
         is_prefill=False,
@@ -81,6 +85,7 @@ def build_decode(
         is_sampled=np.ones(len(rows), np.bool_),
         all_greedy=not np.count_nonzero(table.temperatures[rows]),
         new_blocks=new_blocks,
+        groups=groups,
         input_ids=np.empty(0, np.int32),
         block_tables=np.empty((0, 0), np.int32),
         temperatures=np.empty(0, np.float32),

@@ -7,7 +7,6 @@ replays the smallest bucket that holds it; the rows past the batch are padding.
     batch of 3 in the bucket of 4:   rows [5 0 2 -1]   new blocks [-1 7 -1 -1]
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,13 +17,16 @@ from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import (
     InputBatch,
     PrefillShape,
+    build_decode,
     decode_arrays,
     packed_size,
     prefill_arrays,
     prefill_inputs,
     to_device,
 )
+from nanovllm.engine.prefix_groups import NO_GROUPS
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
+from nanovllm.utils.context import SharedPrefixes
 
 
 class StepResult(NamedTuple):
@@ -32,8 +34,8 @@ class StepResult(NamedTuple):
     logits: torch.Tensor  # [num_sampled, this rank's part of the vocabulary]
 
 
-# (rows, new_blocks), int32 [num_seqs] each -> the step's result.
-DecodeStep = Callable[[torch.Tensor, torch.Tensor], StepResult]
+# The model and sampling on given inputs, without a wait for the device.
+Step = Callable[[InputBatch], StepResult]
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -55,28 +57,52 @@ def capture(step: Callable[[], StepResult], pool: Any) -> tuple[torch.cuda.CUDAG
 class DecodeGraphs:
     def __init__(
         self,
-        step: DecodeStep,
+        step: Step,
+        state: DecodeState,
+        work_list: Callable[[IntArray, int], dict[str, IntArray]],
         max_num_seqs: int,
         pool: Any,
-        device: torch.device,
     ) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory.
 
-        step: a whole decode step on the device, without a wait for it.
+        work_list: from groups of rows and a bucket's size to the arrays of a SharedPrefixes, or
+            none where a bucket of this size does without.
         """
         self.sizes = bucket_sizes(max_num_seqs)
-        self._device = device
+        self._device, self._work_list = state.num_tokens.device, work_list
+        # Lengths are read on the device: the bound only has to hold for every replay.
+        max_context_len = state.block_tables.size(1) * state.block_size
         # What each bucket's inputs hold: a step like the last one sends nothing.
         self._sent: dict[int, dict[str, IntArray]] = {}
         self._inputs: dict[int, torch.Tensor] = {}
+        # Likewise of what rows share, which changes when one comes or goes.
+        self._sent_groups: dict[int, IntArray] = {}
+        self._lists: dict[int, torch.Tensor] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._results: dict[int, StepResult] = {}
         for size in reversed(self.sizes):
             self._sent[size] = arrays = decode_arrays(_empty_batch(is_prefill=False), size)
-            buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=device)
-            captured = functools.partial(step, **to_device(arrays, device, buffer))
-            self._inputs[size] = buffer
+            self._inputs[size], tensors = self._make_inputs(arrays)
+            shared = None
+            if lists := work_list(NO_GROUPS, size):
+                self._sent_groups[size] = NO_GROUPS
+                self._lists[size], sent = self._make_inputs(lists)
+                shared = SharedPrefixes(**sent)
+
+            def captured(
+                tensors: dict[str, torch.Tensor] = tensors, shared: SharedPrefixes | None = shared
+            ) -> StepResult:
+                rows, new_blocks = tensors["rows"], tensors["new_blocks"]
+                return step(build_decode(rows, new_blocks, state, max_context_len, shared))
+
             self._graphs[size], self._results[size] = capture(captured, pool)
+
+    def _make_inputs(
+        self, arrays: dict[str, IntArray]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """A buffer that holds these, and the tensors that are views of it."""
+        buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=self._device)
+        return buffer, to_device(arrays, self._device, buffer)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a decode batch, or None where no bucket holds it.
@@ -91,6 +117,11 @@ class DecodeGraphs:
         if any(not np.array_equal(a, sent[name]) for name, a in arrays.items()):
             to_device(arrays, self._device, self._inputs[size])
             self._sent[size] = arrays
+        groups = self._sent_groups.get(size)
+        if groups is not None and not np.array_equal(groups, batch.groups):
+            lists = self._work_list(batch.groups, size)
+            to_device(lists, self._device, self._lists[size])
+            self._sent_groups[size] = batch.groups
         self._graphs[size].replay()
         tokens, logits = self._results[size]
         return StepResult(tokens[:n], logits[:n])
@@ -109,14 +140,13 @@ _PREFILL_BUCKETS = (
 class PrefillGraphs:
     def __init__(
         self,
-        step: Callable[[InputBatch], StepResult],
+        step: Step,
         state: DecodeState,
         max_num_tokens: int,
         pool: Any,
     ) -> None:
         """Capture short prefills without cached context, the largest first.
 
-        step: the model and sampling on given inputs, without a wait for the device.
         max_num_tokens: of one step.
         """
         self._device, self._block_size = state.num_tokens.device, state.block_size

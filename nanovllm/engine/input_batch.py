@@ -5,6 +5,7 @@ buffer that goes to the device in a single copy, and the tensors are views of it
 gathered on the device from DecodeState.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
 from nanovllm.kernels.decode_step import DecodeInputs
-from nanovllm.utils.context import Context
+from nanovllm.utils.context import Context, SharedPrefixes
 
 # int32 values. Kernels are compiled for what a pointer's alignment lets them assume: with every
 # array aligned, which compilation is used never depends on what else is in the batch.
@@ -89,6 +90,22 @@ def prefill_arrays(
     }
 
 
+def build(
+    batch: ScheduledBatch,
+    state: DecodeState,
+    work_list: Callable[[IntArray, int], dict[str, IntArray]],
+) -> InputBatch:
+    """The tensors of a step. work_list: see DecodeGraphs."""
+    if batch.is_prefill:
+        return build_prefill(batch, state)
+    device, num_seqs = state.num_tokens.device, batch.num_seqs
+    t = to_device(decode_arrays(batch, num_seqs), device)
+    lists = work_list(batch.groups, num_seqs) if len(batch.groups) else {}
+    shared = SharedPrefixes(**to_device(lists, device)) if lists else None
+    max_context_len = int(batch.num_cached_tokens.max()) + 1
+    return build_decode(t["rows"], t["new_blocks"], state, max_context_len, shared)
+
+
 def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
     """The tensors of a prefill step; also enters its rows into the device's state."""
     arrays = prefill_arrays(batch, PrefillShape.of(batch), state.block_size)
@@ -149,6 +166,7 @@ def build_decode(
     new_blocks: torch.Tensor,
     state: DecodeState,
     max_context_len: int,
+    shared: SharedPrefixes | None = None,
     out: DecodeInputs | None = None,
 ) -> InputBatch:
     """The tensors of a decode step, gathered on the device.
@@ -163,6 +181,7 @@ def build_decode(
         block_tables=inputs.block_tables,
         context_lens=inputs.context_lens,
         max_context_len=max_context_len,
+        shared=shared,
     )
     return InputBatch(
         input_ids=inputs.input_ids,

@@ -82,10 +82,7 @@ class LLMEngine:
             parts.append(self._runner)
             workers.wait_for_start(self._runner.facts())
         except BaseException as error:
-            fault = workers.explain(error) if workers.has_failed else None
-            self.close()
-            if fault is not None and not isinstance(error, EngineDeadError):
-                raise fault from error
+            self._give_up(workers, error)
             raise
         self.scheduler = Scheduler(
             config.max_num_seqs,
@@ -95,6 +92,7 @@ class LLMEngine:
             self._runner.num_blocks,
             eos_token_ids,
             config.schedule_policy,
+            config.cascade_attention,
         )
         self._loop = StepLoop(
             self.scheduler, self._runner, workers, config.overlap, self._finalizer
@@ -107,6 +105,13 @@ class LLMEngine:
             self.scheduler.eos_token_ids,
         )
         log_start(self._runner, self.device_name, time.perf_counter() - start)
+
+    def _give_up(self, workers: WorkerGroup, error: BaseException) -> None:
+        """After a failed start; raises what another rank failed with, where that was the reason."""
+        fault = workers.explain(error) if workers.has_failed else None
+        self.close()
+        if fault is not None and not isinstance(error, EngineDeadError):
+            raise fault from error
 
     def __enter__(self) -> "LLMEngine":
         return self

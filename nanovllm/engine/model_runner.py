@@ -20,9 +20,10 @@ from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
 from nanovllm.engine.placement import select_device, select_dtype
+from nanovllm.engine.prefix_groups import work_list
 from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.row_by_row import each_row, hidden_states
-from nanovllm.engine.sequence import ScheduledBatch
+from nanovllm.engine.sequence import IntArray, ScheduledBatch
 from nanovllm.engine.step_handle import StepHandle
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.collectives import share_tokens_of_rank0
@@ -83,6 +84,7 @@ class ModelRunner:
         self.backend, self.backend_reason = self._select_backend(layers[0].head_dim)
         for layer in layers:
             layer.backend = self.backend
+        self.group_size = layers[0].num_heads // layers[0].num_kv_heads
         head: Any = self.model.lm_head
         self.sampler = Sampler(head.first_row, head.num_tokens)
         self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -123,7 +125,7 @@ class ModelRunner:
         result = None if graphs is None else graphs.replay(batch)
         prompts: list[Logprobs] = []
         if result is None:
-            inputs = self._build(batch)
+            inputs = input_batch.build(batch, self.state, self._work_list)
             if len(batch.prompt_logprobs):
                 result, prompts = self._forward_with_prompts(inputs, batch)
             else:
@@ -152,12 +154,14 @@ class ModelRunner:
             "max_model_len": self.max_model_len,
         }
 
-    def _build(self, batch: ScheduledBatch) -> InputBatch:
-        if batch.is_prefill:
-            return input_batch.build_prefill(batch, self.state)
-        max_context_len = int(batch.num_cached_tokens.max()) + 1
-        t = input_batch.to_device(input_batch.decode_arrays(batch, batch.num_seqs), self.device)
-        return input_batch.build_decode(t["rows"], t["new_blocks"], self.state, max_context_len)
+    def _work_list(self, groups: IntArray, num_rows: int) -> dict[str, IntArray]:
+        """What rows of a decode share, as arrays of a SharedPrefixes; none if that is not used."""
+        least, (num_queries, num_keys) = self.backend.min_shared_batch, self.backend.shared_item
+        if not self.config.cascade_attention or least is None or num_rows < least:
+            return {}
+        rows_per_item = max(num_queries // self.group_size, 1)
+        block_size = self.config.kvcache_block_size
+        return work_list(groups, num_rows, block_size, rows_per_item, num_keys)
 
     def _forward(
         self,
@@ -196,11 +200,6 @@ class ModelRunner:
         )
         self.state.append(inputs.rows, tokens)  # each rank advances its own copy of the state
         return StepResult(tokens, logits)
-
-    def _captured_step(self, rows: torch.Tensor, new_blocks: torch.Tensor) -> StepResult:
-        # Lengths are read on the device: the bound only has to hold for every replay.
-        inputs = input_batch.build_decode(rows, new_blocks, self.state, self.max_model_len)
-        return self._captured_forward(inputs)
 
     def _captured_forward(self, inputs: InputBatch) -> StepResult:
         # One buffer for every graph's logits, which stay readable until the next replay.
@@ -275,7 +274,7 @@ class ModelRunner:
                 batch = warm_up_batch(
                     [length] * num_seqs, self.config.kvcache_block_size, num_cached
                 )
-                self._forward(self._build(batch))
+                self._forward(input_batch.build(batch, self.state, self._work_list))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
@@ -286,8 +285,9 @@ class ModelRunner:
         max_num_seqs = min(self.num_rows, self.num_blocks)
         shape = (self.num_rows, self.model.lm_head.num_rows)
         self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.decode_graphs = DecodeGraphs(self._captured_step, max_num_seqs, pool, self.device)
+        step, state = self._captured_forward, self.state
+        self.decode_graphs = DecodeGraphs(step, state, self._work_list, max_num_seqs, pool)
         # NCCL's sums stay out of prefills' graphs, which would gain little.
         row_bytes = self.model.lm_head.weight[0].nbytes
         limit = min(config.max_num_batched_tokens, distributed.max_rows_of_sums(row_bytes))
-        self.prefill_graphs = PrefillGraphs(self._captured_forward, self.state, limit, pool)
+        self.prefill_graphs = PrefillGraphs(step, state, limit, pool)

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from nanovllm.engine.batching import build_decode, build_prefill
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_groups import DecodeOrder, keep_rows
 from nanovllm.engine.prefix_order import order_by_prefix
 from nanovllm.engine.sequence import (
     IntArray,
@@ -49,17 +50,19 @@ class Scheduler:
         num_blocks: int,
         eos_token_ids: Iterable[int],
         policy: str = "fcfs",
+        is_grouped: bool = True,
     ) -> None:
         """max_model_len: longest sequence of the model; see max_len for what the pool can hold.
 
         policy: "fcfs", first come first served; "prefix": of the next _WINDOW waiting prompts
             those that share a prefix follow each other, and nobody waits for more than these.
+        is_grouped: whether a decode step tells which of its rows share blocks.
         """
         # A decode step computes one token for each running sequence, so the token budget bounds
         # them too; and each holds at least one block.
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens, num_blocks)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy = policy
+        self.policy, self.is_grouped = policy, is_grouped
         self.block_size = block_size
         self.num_blocks = num_blocks
         self.eos_token_ids = sorted(set(eos_token_ids))
@@ -74,7 +77,7 @@ class Scheduler:
         self.table = SequenceTable(self.max_num_running, self.max_len, self.block_size)
         self.block_manager = BlockManager(self.num_blocks, self.block_size, self.table)
         self._running: IntArray = np.empty(0, np.int32)  # rows, in order of admission
-        self._ordered = self._running, self._running  # and the same rows in order of decoding
+        self._order = DecodeOrder(self.table, self.block_size, self.is_grouped)
         self._refused: tuple[Sequence | None, int] = (None, 0)  # see _admit
         self._num_inflight_steps = 0
         self._num_decodes_since_prefill = 0
@@ -270,16 +273,12 @@ class Scheduler:
         """One token for each running sequence that goes on, after making room for it."""
         table, size = self.table, self.block_size
         # All tokens but the newest are cached, so that one stands here, read back or not.
-        if self._ordered[0] is not self._running:
-            # Longest first: attention over a long context must not start last. All contexts grow
-            # alike, so that the order stays and a step sends the device no new rows.
-            order = np.argsort(-table.num_cached_tokens[self._running], kind="stable")
-            self._ordered = self._running, self._running[order]
-        rows = self._ordered[1]
+        rows, groups = self._order.of(self._running)
         starts = table.num_cached_tokens[rows]
         # With an unread token a sequence may have reached its end already.
         goes_on = starts + 1 < table.stop_len[rows]
-        rows, starts = rows[goes_on], starts[goes_on]
+        if np.count_nonzero(goes_on) < len(rows):
+            rows, starts, groups = rows[goes_on], starts[goes_on], keep_rows(groups, goes_on)
         new_blocks = np.full(len(rows), -1, np.int32)
         for i in (starts % size == 0).nonzero()[0].tolist():
             row, index = int(rows[i]), int(starts[i]) // size
@@ -294,7 +293,8 @@ class Scheduler:
         is_kept = table.seq_ids[rows] >= 0
         if np.count_nonzero(is_kept) < len(rows):  # some were preempted
             rows, starts, new_blocks = rows[is_kept], starts[is_kept], new_blocks[is_kept]
-        return build_decode(table, rows, starts, new_blocks) if len(rows) else None
+            groups = keep_rows(groups, is_kept)
+        return build_decode(table, rows, starts, new_blocks, groups) if len(rows) else None
 
     def _preempt(self, seq: Sequence) -> None:
         assert len(self._running) > 1, "the last running sequence was preempted"

@@ -234,6 +234,8 @@ class ScheduledBatch:
     next_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     # [n, 3] K/V to copy ahead of all else: from this block to that one, so many leading tokens.
     copies: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    # Decode: [num_groups, 4] which rows share leading blocks, see prefix_groups.py.
+    groups: IntArray = field(default_factory=lambda: np.empty((0, 4), np.int32))
     # Rows that rank 0 draws again; is_redrawn tells the other ranks that it does.
     special: tuple[SpecialRow, ...] = ()
     is_redrawn: bool = False

@@ -9,6 +9,8 @@
 The number of splits comes from batch, heads and SMs, never from the lengths, which are read on the
 device: one launch shape serves a graph bucket. Rows of context length 0 are padding and give 0.
 `fused_decode_attention` also does what `qk_norm_rope` does, which pays up to `FUSED_MAX_BATCH`.
+Keys that rows share may have been attended already, by shared_prefix.py: a row then begins at its
+own part, and its first split takes the partial results of the others in.
 Context lengths, block tables and older KV are read ahead of the PDL wait (see `launch`).
 """
 
@@ -18,10 +20,11 @@ import torch
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
+from nanovllm.kernels.merge_partials import _merge_shared, _merge_two, merge_partials_ref
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_ref
+from nanovllm.kernels.shared_prefix import LOG2_E, SharedPartials, attend_ref, cached_keys
 
 FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs more than a launch
-LOG2_E = 1.4426950408889634
 
 # batch up to: (programs an SM to split for, keys a tile for 2-byte heads of 128, warps, stages)
 # Small tiles leave room for several programs an SM, which short contexts need to hide their loads.
@@ -80,19 +83,22 @@ def paged_decode_attention_ref(
     block_tables: torch.Tensor,
     context_lens: torch.Tensor,
     scale: float,
+    shared: SharedPartials | None = None,
 ) -> torch.Tensor:
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    block_size, num_kv_heads = k_cache.shape[1:3]
     for row, length in enumerate(context_lens.tolist()):
         if length == 0:
             continue
-        blocks = block_tables[row, : launch.cdiv(length, block_size)].long()
-        k = k_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)  # [Hkv, length, D]
-        v = v_cache[blocks].flatten(0, 1)[:length].transpose(0, 1)
-        grouped = q[row].unflatten(0, (num_kv_heads, -1))  # [Hkv, group, D]
-        scores = grouped @ k.transpose(1, 2) * scale
-        weights = scores.softmax(-1, dtype=torch.float32).to(v.dtype)
-        out[row] = (weights @ v).flatten(0, 1)
+        start = 0 if shared is None else int(shared.own_starts[row])
+        k = cached_keys(k_cache, block_tables[row], start, length)
+        v = cached_keys(v_cache, block_tables[row], start, length)
+        own, lse = attend_ref(q[row : row + 1], k, v, scale)
+        if shared is not None:
+            first, end = shared.partial_starts[row : row + 2].tolist()
+            values = torch.cat([own.float(), shared.values[first:end, :, : q.size(2)]])
+            lse = torch.cat([lse, shared.lse[first:end] / LOG2_E])
+            own = merge_partials_ref(values, lse)[None]
+        out[row] = own[0]
     return out
 
 
@@ -150,56 +156,15 @@ def _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2):
 
 
 @triton.jit
-def _merge_two(
-    partial_ptr, stats_ptr, row_a, row_b, num_splits,
-    GROUP: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """Combine the partial results of two query heads; split s left its own in row + s * GROUP.
-    All loads of a step are in flight at once: the statistics first would add a round trip."""
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    max_a = -float("inf")
-    max_b = -float("inf")
-    sum_a = 0.0
-    sum_b = 0.0
-    acc_a = tl.zeros([BLOCK_D], tl.float32)
-    acc_b = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, num_splits, STEP):
-        split = first + tl.arange(0, STEP)
-        live = split < num_splits
-        a = row_a + split * GROUP
-        b = row_b + split * GROUP
-        part_max_a = tl.load(stats_ptr + a * 2, live, -float("inf"), cache_modifier=".cg")
-        part_max_b = tl.load(stats_ptr + b * 2, live, -float("inf"), cache_modifier=".cg")
-        part_sum_a = tl.load(stats_ptr + a * 2 + 1, live, 0.0, cache_modifier=".cg")
-        part_sum_b = tl.load(stats_ptr + b * 2 + 1, live, 0.0, cache_modifier=".cg")
-        a_ptr = partial_ptr + a[:, None] * BLOCK_D + dim
-        b_ptr = partial_ptr + b[:, None] * BLOCK_D + dim
-        part_a = tl.load(a_ptr, live[:, None], 0.0, cache_modifier=".cg")
-        part_b = tl.load(b_ptr, live[:, None], 0.0, cache_modifier=".cg")
-        new_a = tl.maximum(max_a, tl.max(part_max_a, 0))
-        new_b = tl.maximum(max_b, tl.max(part_max_b, 0))
-        weight_a = tl.exp2(part_max_a - new_a)
-        weight_b = tl.exp2(part_max_b - new_b)
-        rescale_a = tl.exp2(max_a - new_a)
-        rescale_b = tl.exp2(max_b - new_b)
-        sum_a = sum_a * rescale_a + tl.sum(part_sum_a * weight_a, 0)
-        sum_b = sum_b * rescale_b + tl.sum(part_sum_b * weight_b, 0)
-        acc_a = acc_a * rescale_a + tl.sum(part_a * weight_a[:, None], 0)
-        acc_b = acc_b * rescale_b + tl.sum(part_b * weight_b[:, None], 0)
-        max_a = new_a
-        max_b = new_b
-    return acc_a / sum_a, acc_b / sum_b
-
-
-@triton.jit
 def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, context_lens_ptr, out_ptr, partial_ptr,
-    stats_ptr, counters_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, scale_log2, eps, q_stride,
-    out_stride, table_stride, block_stride, slot_stride, head_stride,
+    stats_ptr, counters_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, own_starts_ptr,
+    partial_starts_ptr, shared_ptr, lse_ptr, scale_log2, eps, q_stride, out_stride, table_stride,
+    block_stride, slot_stride, head_stride,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    MERGE_STEP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-    STAGES: tl.constexpr,
+    MERGE_STEP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr,
+    PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -207,9 +172,15 @@ def _paged_attention_kernel(
     num_kv_heads = tl.num_programs(0)
     max_splits = tl.num_programs(1)
     context_len = tl.load(context_lens_ptr + seq)
-    num_keys = context_len  # to be read from the cache
+    first_key = 0
+    end = context_len  # of what is read from the cache
     if FUSED:
-        num_keys = tl.maximum(context_len - 1, 0)
+        end = tl.maximum(context_len - 1, 0)
+    if SHARED:
+        first_key = tl.load(own_starts_ptr + seq)
+        first_partial = tl.load(partial_starts_ptr + seq)
+        end_partial = tl.load(partial_starts_ptr + seq + 1)
+    num_keys = end - first_key
     chunk = tl.cdiv(tl.cdiv(num_keys, max_splits), BLOCK_N) * BLOCK_N
     chunk = tl.maximum(chunk, MIN_CHUNK)
     num_splits = tl.maximum(tl.cdiv(num_keys, chunk), 1)
@@ -217,8 +188,8 @@ def _paged_attention_kernel(
         gdc_launch_dependents()
     if split >= num_splits:
         return
-    start = split * chunk
-    end = tl.minimum(start + chunk, num_keys)
+    start = first_key + split * chunk
+    end = tl.minimum(start + chunk, end)
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     dim = tl.arange(0, BLOCK_D)
     in_dim = dim < HEAD_DIM
@@ -259,7 +230,8 @@ def _paged_attention_kernel(
         is_last = (split == num_splits - 1) & (context_len > 0)
         block = tl.load(table_ptr + position // BLOCK_SIZE).to(tl.int64)
         new_slot = block * block_stride + (position % BLOCK_SIZE) * slot_stride
-    if PDL:
+    # The shared prefixes' kernel starts after all that is older, and only its own results are new.
+    if PDL and not SHARED:
         gdc_wait()
     row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -305,6 +277,14 @@ def _paged_attention_kernel(
         k = tl.load(k_cache_ptr + offset, mask=in_tile, other=0.0)
         v = tl.load(v_cache_ptr + offset, mask=in_tile, other=0.0)
         row_max, row_sum, acc = _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2)
+    if SHARED:
+        if PDL:
+            gdc_wait()
+        if (split == 0) & (first_partial < end_partial):
+            row_max, row_sum, acc = _merge_shared(
+                row_max, row_sum, acc, shared_ptr, lse_ptr, first_partial, end_partial,
+                head * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_M, BLOCK_D,
+            )  # fmt: skip
 
     out_ptr += seq.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM
     live = (row < GROUP)[:, None] & in_dim[None, :]
@@ -353,6 +333,7 @@ def _decode(
     k_norm: torch.Tensor | None = None,
     cos_sin: torch.Tensor | None = None,
     eps: float = 0.0,
+    shared: SharedPartials | None = None,
 ) -> torch.Tensor:
     """rows: q, or packed qkv to be normed, rotated and stored if cos_sin is given."""
     batch = rows.shape[0]
@@ -380,13 +361,15 @@ def _decode(
     _paged_attention_kernel[(num_kv_heads, splits, batch)](
         rows, k_cache, v_cache, block_tables, context_lens, out,
         workspace.partial, workspace.stats, workspace.counters, q_norm, k_norm, cos_sin,
+        *((None,) * 4 if shared is None else vars(shared).values()),
         scale * LOG2_E, eps, rows.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3],
         HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
         BLOCK_M=max(16, launch.next_power_of_2(group + fused)), BLOCK_D=block_d, BLOCK_N=block_n,
         SPLIT=splits > 1, MIN_CHUNK=2048 if full else block_n,
         MERGE_STEP=8 if splits <= 8 else 1024 * warps // block_d,
-        FUSED=fused, NORM=q_norm is not None, PDL=facts.pdl, STAGES=stages,
+        FUSED=fused, NORM=q_norm is not None, SHARED=shared is not None, PDL=facts.pdl,
+        STAGES=stages,
         num_warps=warps, num_stages=stages, launch_pdl=facts.pdl,
     )  # fmt: skip
     return out
@@ -401,6 +384,7 @@ def paged_decode_attention(
     scale: float,
     out: torch.Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
+    shared: SharedPartials | None = None,
 ) -> torch.Tensor:
     """Attention of each sequence's newest token over its cached keys, itself included.
 
@@ -410,15 +394,19 @@ def paged_decode_attention(
     context_lens: int32 [B] keys visible, the newest token included; 0 = padding row.
     out: dtype [B, Hq, D] to write, or None for a new one.
     workspace: from `decode_workspace`, or None for a new one (small tests).
+    shared: from `shared_prefix_attention`, called right before on the same q, or None.
     Returns out, zero in padding rows.
     """
     if not launch.use_triton(q) or q.numel() == 0:
-        result = paged_decode_attention_ref(q, k_cache, v_cache, block_tables, context_lens, scale)
+        result = paged_decode_attention_ref(
+            q, k_cache, v_cache, block_tables, context_lens, scale, shared
+        )
         return result if out is None else out.copy_(result)
     assert q.stride()[1:] == (q.shape[2], 1), q.stride()
     return _decode(
-        q, q.shape[1], k_cache, v_cache, block_tables, context_lens, scale, out, workspace
-    )
+        q, q.shape[1], k_cache, v_cache, block_tables, context_lens, scale, out, workspace,
+        shared=shared,
+    )  # fmt: skip
 
 
 def fused_decode_attention(

@@ -12,6 +12,19 @@ from dataclasses import dataclass
 import torch
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class SharedPrefixes:
+    """Leading keys that rows of a decode have in common, as items of work; prefix_groups.py has an
+    example."""
+
+    # int32 [max_items, 8]: first row and end, first key and end, slot; the rest is unused.
+    items: torch.Tensor
+    num_items: torch.Tensor  # int32 [1]
+    own_starts: torch.Tensor  # int32 [num_seqs] the key at which the row's own part begins
+    # int32 [num_seqs + 1] where a row's partial results begin, one for each item over it.
+    partial_starts: torch.Tensor
+
+
 # eq=False: a step is identified by the object, so per-step work can be remembered by identity.
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
 class Context:
@@ -42,6 +55,8 @@ class Context:
     context_lens: torch.Tensor | None = None
     # Decode: the largest context length, kept on the host.
     max_context_len: int = 0
+    # Decode: what some rows share and attention reads once; None: nothing.
+    shared: SharedPrefixes | None = None
 
     # int32 [num_logits]: rows of the packed batch that need logits; None: all of them.
     logits_indices: torch.Tensor | None = None

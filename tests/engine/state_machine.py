@@ -34,7 +34,8 @@ these hold, and a Violation says which did not:
  5. every read slot holds the reader's own prefix    12. at idle no block is held
  6. no slot is written twice in a step               13. the device's lengths and block tables are
  7. a shared or published block is not written           the scheduler's, of every admitted request
-    but by the step that publishes it
+    but by the step that publishes it                15. groups of a decode share what they say,
+                                                         and work lists read it once for each row
 
 and, beyond those: requests are served first come first served and end for the right reason with
 the tokens that were sampled (10), nothing that a step with bad logits computed stays cached (3),
@@ -49,8 +50,16 @@ from typing import NoReturn
 
 import numpy as np
 
+from nanovllm.engine.prefix_groups import work_list
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import RowAsk, ScheduledBatch, Sequence, SequenceStatus, SpecialRow
+from nanovllm.engine.sequence import (
+    IntArray,
+    RowAsk,
+    ScheduledBatch,
+    Sequence,
+    SequenceStatus,
+    SpecialRow,
+)
 from nanovllm.sampling_params import SamplingParams
 
 NUM_TOKENS = 5  # ids in use; few, so that prefixes and single blocks often repeat
@@ -151,7 +160,8 @@ class Scenario:
             self.max_num_seqs, self.budget, max_model_len, size, self.num_blocks, EOS_TOKEN_IDS
         )
         self.min_copied = r.choice([1, 2, 3, 100])
-        self.scheduler.block_manager.MIN_COPIED_TOKENS = self.min_copied
+        self.min_rows, self.min_saved = r.choice([1, 2, 2, 3]), r.choice([0, 0, 3, 8])
+        self._lower_limits()
         self.max_len = min(max_model_len, self.num_blocks * size)
         # A prompt takes at most this many steps, so at least one of as many brings a token.
         self.max_silent_steps = -(-self.max_len // self.budget)
@@ -163,6 +173,9 @@ class Scenario:
         self.keys = [0]  # prefix id -> parent id * NUM_TOKENS + last token
         self.ids: dict[int, int] = {}  # and back
         self.stems = [r.choices(range(NUM_TOKENS), k=self.max_len) for _ in range(2)]
+        # And one that parts from the first on its way.
+        half = self.max_len // 2
+        self.stems.append(self.stems[0][:half] + self.stems[1][half:])
         # The device. A reset of the scheduler does not touch it.
         self.rows = [DeviceRow(-(-self.max_len // size)) for _ in self.scheduler.table.sequences]
         self.shadow = [[GARBAGE] * size for _ in range(self.num_blocks)]  # who wrote each slot
@@ -171,6 +184,12 @@ class Scenario:
         self.queue: deque[Step] = deque()  # launched, not run
         self.inflight: deque[Step] = deque()  # launched, not read back
         self._forget_cache()
+
+    def _lower_limits(self) -> None:
+        """Below them blocks are not copied, nor are rows grouped; all too high for small sizes."""
+        self.scheduler.block_manager.MIN_COPIED_TOKENS = self.min_copied
+        self.scheduler._order.MIN_ROWS = self.min_rows
+        self.scheduler._order.MIN_SAVED = self.min_saved
 
     # -- driving ---------------------------------------------------------------------------------
 
@@ -266,7 +285,7 @@ class Scenario:
             self.counts["resets in flight"] += len(self.inflight) > 1
             self.inflight.clear()
             self.scheduler.reset()
-            self.scheduler.block_manager.MIN_COPIED_TOKENS = self.min_copied
+            self._lower_limits()
             self.live.clear()
             self.silent_steps = 0
             self._forget_cache()
@@ -413,8 +432,7 @@ class Scenario:
         by_id = operator.attrgetter("seq_id")
         if sorted(seqs, key=by_id) != sorted(goes_on, key=by_id):
             self._fail(8, "a decode step is one token for each running sequence that goes on")
-        if starts != sorted(starts, reverse=True):
-            self._fail(8, f"contexts of {starts} tokens in a decode step, needs the longest first")
+        self._check_groups(batch, rows, starts)
 
     def _sample(self, step: Step, device: DeviceRow, seq: Sequence) -> None:
         """A random token, but mostly one that equal prefixes agree on, so that outputs repeat."""
@@ -494,6 +512,58 @@ class Scenario:
         held = seq.block_table.tolist()
         if device.table[: len(held)] != held:
             self._fail(13, f"the device has {device.table}, the scheduler {held}")
+
+    def _check_groups(self, batch: ScheduledBatch, rows: list[int], starts: list[int]) -> None:
+        """Each group's rows share its blocks, full ones; longest contexts first among its own."""
+        size, num_rows = self.block_size, len(rows)
+        group_of, depth = [-1] * num_rows, [0] * num_rows
+        for g, (first, end, block, end_block) in enumerate(batch.groups.tolist()):
+            if not (0 <= first < end <= num_rows and 0 <= block < end_block):
+                self._fail(15, f"groups {batch.groups} of {num_rows} rows")
+            for i in range(first, end):
+                shared = self.rows[rows[first]].table[block:end_block]
+                if self.rows[rows[i]].table[block:end_block] != shared:
+                    self._fail(15, f"row {i} does not share {shared}: {batch.groups}")
+                if (group_of[i], depth[i]) != (group_of[first], block):
+                    self._fail(15, f"groups that are not nested: {batch.groups}")
+                if end_block * size > starts[i]:
+                    self._fail(15, f"blocks that are not full: {batch.groups}, {starts}")
+            group_of[first:end] = [g] * (end - first)
+            depth[first:end] = [end_block] * (end - first)
+        for g in set(group_of):
+            lens = [start for start, group in zip(starts, group_of, strict=True) if group == g]
+            if lens != sorted(lens, reverse=True):
+                self._fail(8, f"contexts of {lens} tokens in a decode step, longest first")
+        self.counts["grouped rows"] += sum(g >= 0 for g in group_of)
+        self.counts["nested groups"] += int((batch.groups[:, 2] > 0).sum())
+        if len(batch.groups):
+            self._check_work_list(batch.groups, depth)
+
+    def _check_work_list(self, groups: IntArray, depth: list[int]) -> None:
+        """Each row's shared keys are read by items, once and in the order of their slots."""
+        r, size, num_rows = self.random, self.block_size, len(depth) + self.random.randint(0, 2)
+        most = r.randint(1, 5)
+        lists = work_list(groups, num_rows, size, most, r.choice([1, size, 3 * size, 1 << 20]))
+        items, own_starts = lists["items"].tolist(), lists["own_starts"].tolist()
+        reads: list[list[tuple[int, int, int]]] = [[] for _ in range(num_rows)]
+        for first, end, key, end_key, slot, *_ in items[: lists["num_items"][0]]:
+            if not (first < end <= first + most and key < end_key):
+                self._fail(15, f"items {items}")
+            for row in range(first, end):
+                reads[row].append((slot, key, end_key))
+        starts = lists["partial_starts"].tolist()
+        for row, parts in enumerate(reads):
+            at = 0
+            for slot, (number, key, end_key) in enumerate(sorted(parts)):
+                if (slot, at) != (number, key):
+                    self._fail(15, f"row {row} reads {parts}")
+                at = end_key
+            if at != own_starts[row] or at != size * (depth + [0, 0])[row]:
+                self._fail(15, f"row {row} reads {parts}, its own part begins at {own_starts}")
+            if starts[row + 1] - starts[row] != len(parts):
+                self._fail(15, f"partial results {starts} of {reads}")
+        if starts[-1] > len(items):
+            self._fail(15, f"{starts[-1]} partial results, room for {len(items)}")
 
     def _check_special(
         self, special: SpecialRow | None, place: int, row: int, seq: Sequence, is_prefill: bool

@@ -14,6 +14,7 @@ from state_machine import DEPTHS, GARBAGE, NUM_TOKENS, Scenario, Violation, run_
 from nanovllm.engine import input_batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.decode_state import DecodeState
+from nanovllm.engine.prefix_groups import DecodeOrder
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import SequenceStatus
 
@@ -42,7 +43,9 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
             assert counts[event] >= num_ops // 1000, event
         for event in ("ends", "ends in flight", "stop ids", "copied tokens"):
             assert counts[event] >= num_ops // 1000, event
-        assert counts["read in the step that wrote"] >= num_ops // 1000
+        for event in ("read in the step that wrote", "nested groups"):
+            assert counts[event] >= num_ops // 1000, event
+        assert counts["grouped rows"] >= num_ops // 50
         for event in ("aborts in flight", "resets in flight", "writes to another's block"):
             assert counts[event] >= num_ops // 4000, event
 
@@ -281,6 +284,56 @@ class ResetsOnlyTheQueues(Scheduler):
             super().reset()
 
 
+class OrderOf(Scheduler):
+    order_class: type[DecodeOrder]
+
+    def reset(self):
+        super().reset()
+        self._order = self.order_class(self.table, self.block_size, True)
+
+
+class GroupsByRow(OrderOf):
+    """A row that ended and has a new owner since is taken for the old one."""
+
+    class order_class(DecodeOrder):  # noqa: N801
+        def of(self, running):
+            self._seq_ids = self._table.seq_ids[self._rows]
+            return super().of(running)
+
+
+class GroupsThatStay(OrderOf):
+    """Who leaves is not taken out of the groups."""
+
+    class order_class(DecodeOrder):  # noqa: N801
+        def of(self, running):
+            groups = self._groups
+            rows, found = super().of(running)
+            if len(rows) < self.num_rows and len(groups):
+                found = groups
+            self.num_rows = len(rows)
+            return rows, found
+
+        num_rows = 0
+
+
+class GroupsByStaleTables(OrderOf):
+    """What stands in a table past its end was another owner's."""
+
+    class order_class(DecodeOrder):  # noqa: N801
+        def _sort(self, running):
+            self._table.num_cached_tokens[running] += 4 * self._block_size
+            super()._sort(running)
+            self._table.num_cached_tokens[running] -= 4 * self._block_size
+
+
+class KeepsGroupsOfRowsThatEnd(Scheduler):
+    def _schedule_decode(self):
+        self._order.of(self._running)
+        groups = self._order._groups
+        batch = super()._schedule_decode()
+        return batch and replace(batch, groups=groups)
+
+
 # -- with steps in flight --------------------------------------------------------------------------
 
 
@@ -298,9 +351,14 @@ class PublishesUnreadTokens(Scheduler):
 
 
 class PublishesForTheNextOwner(Scheduler):
-    def _publish(self, batch, is_here):
-        rows = self.table.seq_ids[batch.rows]
-        super()._publish(batch, rows >= 0)
+    def update(self, batch, token_ids):
+        owners = self.table.seq_ids[batch.rows]
+        is_next = (owners != batch.seq_ids) & (owners >= 0)
+        for i in is_next.nonzero()[0].tolist():
+            seq, start = self._sequence(batch.rows[i]), int(batch.num_cached_tokens[i])
+            if start + 1 <= seq.num_tokens:
+                self._publish(seq, start, 1)
+        return super().update(batch, token_ids)
 
 
 class KeepsSurplusTokens(Scheduler):
@@ -519,6 +577,10 @@ BROKEN_SCHEDULERS = [
     CountsSpecialRowsAlone,
     SendsThePromptAlone,
     CountsReadTokensOnly,
+    GroupsByRow,
+    GroupsThatStay,
+    GroupsByStaleTables,
+    KeepsGroupsOfRowsThatEnd,
 ]
 
 
@@ -530,5 +592,6 @@ def test_driver_catches_a_planted_block_manager_bug(broken: type[BlockManager]) 
 
 @pytest.mark.parametrize("broken", BROKEN_SCHEDULERS)
 def test_driver_catches_a_planted_scheduler_bug(broken: type[Scheduler]) -> None:
-    with pytest.raises(Violation):
+    with pytest.raises(Violation) as violation:
         run_scenarios(7, 60_000, broken)
+    assert "TypeError" not in str(violation.value), "the planted class no longer fits the scheduler"

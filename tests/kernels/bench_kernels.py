@@ -25,11 +25,13 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from cases import rope_table  # noqa: E402
 
+from nanovllm.engine.prefix_groups import find_groups, work_list  # noqa: E402
 from nanovllm.kernels import (  # noqa: E402
     grouped_gemm,
     launch,
     paged_attention,
     prefill_attention,
+    shared_prefix,
     small_linear,
 )
 from nanovllm.kernels.moe_routing import route_ref, routing  # noqa: E402
@@ -183,6 +185,92 @@ def attention_cases(small):
     yield decode_case("decode 1 x 32768", [32768], max_context=40960)
     if not small:
         yield decode_case("decode 128 x 100-2048, 32/8 heads", spread(128, 100, 2048), (32, 8))
+
+
+def cascade_case(label, groups, own_lens, heads=(16, 8), config=None, keys=shared_prefix.ITEM_KEYS):
+    """Rows of own_lens tokens, dealt out to groups, each the blocks that its rows share. The work
+    is the bytes of K/V, each once."""
+    num_heads, num_kv_heads = heads
+    batch, head_dim, block_size, max_context = len(own_lens), 128, 256, 8192
+    per_row = [-(-n // block_size) for n in own_lens]
+    work = (sum(own_lens) + sum(groups) * block_size) * num_kv_heads * head_dim * 4
+    layers = max(2, min(128, int(4e8 / work)))
+    num_blocks = sum(per_row) + sum(groups)
+    shape = (layers, num_blocks, block_size, num_kv_heads, head_dim)
+    k, v = rand(*shape), rand(*shape)
+    ids = torch.randperm(num_blocks).split(groups + per_row)
+    tables = torch.zeros(batch, max_context // block_size, dtype=torch.int32)
+    lens = torch.zeros(batch, dtype=torch.int32)
+    for row in range(batch):
+        shared = ids[row % len(groups)] if groups else ids[0][:0]
+        blocks = torch.cat([shared, ids[len(groups) + row]])
+        tables[row, : len(blocks)] = blocks
+        lens[row] = len(shared) * block_size + own_lens[row]
+    rows, found = find_groups(
+        torch.arange(batch).numpy(), tables.numpy(), (lens.numpy() - 1) // block_size, 4, 1
+    )
+    tables, lens = (
+        tables[torch.from_numpy(rows)].to(DEVICE),
+        lens[torch.from_numpy(rows)].to(DEVICE),
+    )
+    rows_per_item = shared_prefix.ITEM_ROWS * num_kv_heads // num_heads
+    lists = {
+        name: torch.from_numpy(array).to(DEVICE)
+        for name, array in work_list(found, batch, block_size, rows_per_item, keys).items()
+    }
+    partials = shared_prefix.shared_partials(
+        len(lists["items"]), num_heads, head_dim, lists["own_starts"], lists["partial_starts"]
+    )
+    space = paged_attention.decode_workspace(
+        batch, num_heads, num_kv_heads, head_dim, max_context, tables.device
+    )
+    q, out, scale = (
+        rand(batch, num_heads, head_dim),
+        rand(batch, num_heads, head_dim),
+        head_dim**-0.5,
+    )
+
+    def run(i):
+        usual, shared_prefix._CONFIG = shared_prefix._CONFIG, config or shared_prefix._CONFIG
+        shared_prefix.shared_prefix_attention(
+            q, k[i], v[i], tables, lists["items"], lists["num_items"], partials, scale
+        )
+        shared_prefix._CONFIG = usual
+        paged_attention.paged_decode_attention(
+            q, k[i], v[i], tables, lens, scale, out, space, partials
+        )
+
+    def run_plain(i):
+        paged_attention.paged_decode_attention(q, k[i], v[i], tables, lens, scale, out, space)
+
+    return Case(label, run, layers, work, others={"plain": run_plain})
+
+
+def cascade_cases(small):
+    yield cascade_case("cascade 256, 2048 shared, 64-192 own", [8], spread(256, 64, 192))
+    yield cascade_case("cascade 64, 4096 shared, 1-256 own", [16], spread(64, 1, 256))
+    yield cascade_case("cascade 512, 32 x 2048, 64-192", [8] * 32, spread(512, 64, 192))
+    yield cascade_case("cascade 256, 64 x 256, 64-192", [1] * 64, spread(256, 64, 192))
+    yield cascade_case("cascade 24, 2048 shared, 64-192", [8], spread(24, 64, 192))
+    yield cascade_case("nothing shared 256 x 100-2048", [], spread(256, 100, 2048))
+    yield cascade_case("nothing shared 64 x 600", [], [600] * 64)
+    yield cascade_case("nothing shared 32 x 600", [], [600] * 32)
+    if not small:
+        own = spread(256, 64, 192)
+        yield cascade_case("cascade 256, 2048 shared, 32/8 heads", [8], own, (32, 8))
+
+
+def cascade_sweep_cases(small):
+    own = spread(256, 64, 192)
+    for config in ((64, 4, 5, 2), (64, 4, 4, 2), (64, 4, 3, 2), (32, 4, 5, 2), (32, 4, 5, 3),
+                   (128, 4, 3, 1), (128, 8, 3, 1), (64, 8, 5, 1), (64, 4, 5, 1)):  # fmt: skip
+        for keys in (256, 512, 1024):
+            label = f"sweep cascade 256 x 2048 {config} {keys}"
+            yield cascade_case(label, [8], own, config=config, keys=keys)
+    for keys in (256, 512, 1024, 2048):
+        yield cascade_case(f"sweep cascade 64 x 4096 {keys}", [16], spread(64, 1, 256), keys=keys)
+        label, own = f"sweep cascade 512, 32 x 2048 {keys}", spread(512, 64, 192)
+        yield cascade_case(label, [8] * 32, own, keys=keys)
 
 
 def prefill_case(label, lens, paged=False, heads=(16, 8), config=None):
@@ -456,6 +544,7 @@ def moe_sweep_cases(small):
 
 SECTIONS = {
     "attention": attention_cases,
+    "cascade": cascade_cases,
     "prefill": prefill_cases,
     "linear": linear_cases,
     "moe": moe_cases,
@@ -464,7 +553,7 @@ SECTIONS = {
 }
 
 
-SWEEPS = {"sweep": sweep_cases, "sweep_moe": moe_sweep_cases}
+SWEEPS = {"sweep": sweep_cases, "sweep_cascade": cascade_sweep_cases, "sweep_moe": moe_sweep_cases}
 
 
 def compile_in_parallel(names, small):
