@@ -36,6 +36,11 @@ class StepResult(NamedTuple):
 
 # The model and sampling on given inputs, without a wait for the device.
 Step = Callable[[InputBatch], StepResult]
+WorkList = Callable[[IntArray, int], dict[str, IntArray]]
+
+# Below, reading shared keys once takes longer than reading them again: 32 MiB in a layer of 8 K/V
+# heads of 128, some 8 us, against a launch, its partial results and a larger bucket.
+_MIN_SAVED_KEYS = 8192
 
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
@@ -54,48 +59,30 @@ def capture(step: Callable[[], StepResult], pool: Any) -> tuple[torch.cuda.CUDAG
     return graph, result
 
 
-class DecodeGraphs:
-    def __init__(
-        self,
-        step: Step,
-        state: DecodeState,
-        work_list: Callable[[IntArray, int], dict[str, IntArray]],
-        max_num_seqs: int,
-        pool: Any,
-    ) -> None:
-        """Capture every bucket, the largest first, so that the others fit into its memory.
+class _DecodeBucket:
+    """The graph of a decode of up to `size` rows, and what its inputs hold: a step like the last
+    one sends nothing."""
 
-        work_list: from groups of rows and a bucket's size to the arrays of a SharedPrefixes, or
-            none where a bucket of this size does without.
-        """
-        self.sizes = bucket_sizes(max_num_seqs)
-        self._device, self._work_list = state.num_tokens.device, work_list
+    def __init__(
+        self, size: int, step: Step, state: DecodeState, lists: dict[str, IntArray], pool: Any
+    ) -> None:
+        """lists: a work list as large as any may get; none where rows are read one by one."""
+        self._size, self._device = size, state.num_tokens.device
         # Lengths are read on the device: the bound only has to hold for every replay.
         max_context_len = state.block_tables.size(1) * state.block_size
-        # What each bucket's inputs hold: a step like the last one sends nothing.
-        self._sent: dict[int, dict[str, IntArray]] = {}
-        self._inputs: dict[int, torch.Tensor] = {}
-        # Likewise of what rows share, which changes when one comes or goes.
-        self._sent_groups: dict[int, IntArray] = {}
-        self._lists: dict[int, torch.Tensor] = {}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._results: dict[int, StepResult] = {}
-        for size in reversed(self.sizes):
-            self._sent[size] = arrays = decode_arrays(_empty_batch(is_prefill=False), size)
-            self._inputs[size], tensors = self._make_inputs(arrays)
-            shared = None
-            if lists := work_list(NO_GROUPS, size):
-                self._sent_groups[size] = NO_GROUPS
-                self._lists[size], sent = self._make_inputs(lists)
-                shared = SharedPrefixes(**sent)
+        self._sent = decode_arrays(_empty_batch(is_prefill=False), size)
+        self._inputs, tensors = self._make_inputs(self._sent)
+        shared = None
+        if lists:
+            self._sent_groups = NO_GROUPS
+            self._lists, sent_lists = self._make_inputs(lists)
+            shared = SharedPrefixes(**sent_lists)
 
-            def captured(
-                tensors: dict[str, torch.Tensor] = tensors, shared: SharedPrefixes | None = shared
-            ) -> StepResult:
-                rows, new_blocks = tensors["rows"], tensors["new_blocks"]
-                return step(build_decode(rows, new_blocks, state, max_context_len, shared))
+        def captured() -> StepResult:
+            rows, new_blocks = tensors["rows"], tensors["new_blocks"]
+            return step(build_decode(rows, new_blocks, state, max_context_len, shared))
 
-            self._graphs[size], self._results[size] = capture(captured, pool)
+        self._graph, self._result = capture(captured, pool)
 
     def _make_inputs(
         self, arrays: dict[str, IntArray]
@@ -104,27 +91,61 @@ class DecodeGraphs:
         buffer = torch.empty(packed_size(arrays), dtype=torch.int32, device=self._device)
         return buffer, to_device(arrays, self._device, buffer)
 
+    def send_groups(self, groups: IntArray, work_list: WorkList) -> None:
+        if not np.array_equal(groups, self._sent_groups):
+            to_device(work_list(groups, self._size), self._device, self._lists)
+            self._sent_groups = groups
+
+    def replay(self, batch: ScheduledBatch) -> StepResult:
+        arrays = decode_arrays(batch, self._size)
+        if any(not np.array_equal(a, self._sent[name]) for name, a in arrays.items()):
+            to_device(arrays, self._device, self._inputs)
+            self._sent = arrays
+        self._graph.replay()
+        tokens, logits = self._result
+        return StepResult(tokens[: batch.num_seqs], logits[: batch.num_seqs])
+
+
+class DecodeGraphs:
+    def __init__(
+        self, step: Step, state: DecodeState, work_list: WorkList, max_num_seqs: int, pool: Any
+    ) -> None:
+        """Capture every bucket, the largest first, so that the others fit into its memory.
+
+        work_list: from groups of rows and a bucket's size to the arrays of a SharedPrefixes, or
+            none where a bucket of this size does without.
+        """
+        self.sizes = bucket_sizes(max_num_seqs)
+        self._work_list, self._block_size = work_list, state.block_size
+        self._plain: dict[int, _DecodeBucket] = {}
+        self._shared: dict[int, _DecodeBucket] = {}
+        for size in reversed(self.sizes):
+            # A launch for what rows share is not free, so that steps without it do without. There
+            # are fewer of these graphs, for a start that is no longer than need be.
+            is_kept = size == 32 or size % (64 if size < 256 else 128) == 0
+            lists = work_list(NO_GROUPS, size) if is_kept or size == max_num_seqs else {}
+            if lists:
+                self._shared[size] = _DecodeBucket(size, step, state, lists, pool)
+            self._plain[size] = _DecodeBucket(size, step, state, {}, pool)
+
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a decode batch, or None where no bucket holds it.
 
         The result is overwritten by the next replay.
         """
-        n = batch.num_seqs
-        size = next((size for size in self.sizes if size >= n), None)
+        buckets = self._shared if self._saves_enough(batch.groups) else self._plain
+        size = min((size for size in buckets if size >= batch.num_seqs), default=None)
         if size is None:
             return None
-        arrays, sent = decode_arrays(batch, size), self._sent[size]
-        if any(not np.array_equal(a, sent[name]) for name, a in arrays.items()):
-            to_device(arrays, self._device, self._inputs[size])
-            self._sent[size] = arrays
-        groups = self._sent_groups.get(size)
-        if groups is not None and not np.array_equal(groups, batch.groups):
-            lists = self._work_list(batch.groups, size)
-            to_device(lists, self._device, self._lists[size])
-            self._sent_groups[size] = batch.groups
-        self._graphs[size].replay()
-        tokens, logits = self._results[size]
-        return StepResult(tokens[:n], logits[:n])
+        if buckets is self._shared:
+            buckets[size].send_groups(batch.groups, self._work_list)
+        return buckets[size].replay(batch)
+
+    def _saves_enough(self, groups: IntArray) -> bool:
+        if not len(groups) or not self._shared:
+            return False
+        rows, blocks = groups[:, 1] - groups[:, 0], groups[:, 3] - groups[:, 2]
+        return int(((rows - 1) * blocks).sum()) * self._block_size >= _MIN_SAVED_KEYS
 
 
 # (tokens, sequences) of a captured prefill. Launching the kernels of a prefill one by one takes the

@@ -11,6 +11,10 @@
 A program takes BLOCK_M rows of one kv head: BLOCK_M / group tokens times the group's query heads,
 so that keys are read once a group and short prompts waste less. Tiles wholly below the diagonal
 run without masks. Long tiles start first, so that the short ones fill the gaps at the end.
+
+Cached context that sequences share is read once a tile, mostly from the L2 cache. With a tile full
+of query rows the arithmetic takes longer than that, so that here nothing is read for several
+sequences at once, as decode attention does.
 """
 
 import torch

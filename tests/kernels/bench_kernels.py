@@ -428,12 +428,11 @@ def elementwise_cases(small):
         cache = rand(2, layers, blocks, 256, num_kv_heads, 128)
         slots = torch.randperm(blocks * 256, device=DEVICE)[:tokens].to(torch.int32)
         positions = torch.arange(tokens, device=DEVICE) % 4096
-        q_out = rand(tokens, num_heads, 128)
 
-        def run_qk(i, qkv=qkv, cache=cache, slots=slots, positions=positions, q_out=q_out):
+        def run_qk(i, qkv=qkv, cache=cache, slots=slots, positions=positions):
             qk_norm_rope(
                 qkv[i], norm, norm, positions, cos_sin, num_kv_heads, 128, EPS,
-                cache[0, i], cache[1, i], slots, q_out,
+                cache[0, i], cache[1, i], slots,
             )  # fmt: skip
 
         long_slots = slots.long()

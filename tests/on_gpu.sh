@@ -1,0 +1,70 @@
+#!/usr/bin/env bash
+# What only a GPU can show, in pieces of less than ten minutes; each prints its figures as it goes.
+#
+#   tests/on_gpu.sh tests                 all tests with the marker gpu (most need flash-attn too)
+#   tests/on_gpu.sh peers PEER_BENCH_DIR  peer_bench.py three times, decode steps, cold and warm start
+#   tests/on_gpu.sh eights PEER_BENCH_DIR the 8B shapes and the 30B-A3B, their shares of the floor
+#   tests/on_gpu.sh prefixes              kernels and jobs with shared prefixes, each with and without
+#   tests/on_gpu.sh jobs                  run-batch against generate on 20,000 short prompts
+#   tests/on_gpu.sh memcheck              a short run under compute-sanitizer
+#   tests/on_gpu.sh ranks                 two GPUs: tests, faults, speed
+#
+# PEER_BENCH_DIR holds peer_bench.py and make_checkpoint.py. ROUNDS=3 says how often peers runs.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+quiet() { grep -vE "^nanovllm |Warning|warn\(" || true; }
+
+write_dummy() { # SIZE FOLDER
+    python -c "import sys, bench; from pathlib import Path; bench.write_dummy(sys.argv[1], Path(sys.argv[2]))" "$1" "$2"
+}
+
+case ${1:-} in
+tests)
+    python -m pytest -q -m gpu tests -n 8 --timeout 500 -p no:cacheprovider 2>&1 |
+        grep -E "^E  |^FAILED|^ERROR|passed|failed"
+    ;;
+peers)
+    python "$2/make_checkpoint.py" 0.6B "$scratch/0.6B" >"$scratch/log" 2>&1 || cat "$scratch/log"
+    export TRITON_CACHE_DIR=$scratch/cache
+    for round in $(seq "${ROUNDS:-3}"); do
+        python "$2/peer_bench.py" --engine nanovllm "$scratch/0.6B" --label "round $round" 2>&1 | quiet
+    done
+    python tests/bench_step.py 2>&1 | quiet
+    ;;
+eights)
+    mkdir "$scratch/8B" && write_dummy 8B "$scratch/8B"
+    python "$2/peer_bench.py" --engine nanovllm "$scratch/8B" --only bench single small8 \
+        --kwargs '{"load_format": "dummy"}' 2>&1 | quiet
+    for size in 8B 30B-A3B; do
+        python bench.py --dummy-weights "$size" --floor 2>&1 | quiet
+    done
+    ;;
+prefixes)
+    python tests/kernels/bench_kernels.py --only cascade sweep_cascade 2>&1 | quiet
+    python tests/bench_prefixes.py 2>&1 | quiet
+    ;;
+jobs)
+    python "$2/make_checkpoint.py" 0.6B "$scratch/0.6B" --tokenizer "$2/qwen3_tokenizer.zip"
+    python tests/bench_batch.py --model "$scratch/0.6B" 2>&1 | quiet
+    ;;
+memcheck)
+    compute-sanitizer --tool memcheck --error-exitcode 1 python example.py 2>&1 | tail -5
+    ;;
+ranks)
+    python -m pytest -q -m gpu tests/test_two_gpus.py tests/kernels/test_all_reduce.py 2>&1 | tail -5
+    NANOVLLM_FAULTS_DEVICE=cuda python -m pytest -q tests/faults/test_faults.py -n 8 --dist load \
+        -k "not 4- and not side_by" 2>&1 | tail -5
+    for tp in 1 2; do
+        python bench.py --dummy-weights 8B --tp $tp --num-seqs 1 --input-len 100 100 \
+            --output-len 512 512 2>&1 | quiet
+        python bench.py --dummy-weights 0.6B --tp $tp 2>&1 | quiet
+    done
+    ;;
+*)
+    sed -n '2,13s/^# \{0,1\}//p' "$0"
+    exit 2
+    ;;
+esac
