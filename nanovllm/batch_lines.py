@@ -165,8 +165,6 @@ def _load(raw: bytes) -> dict[str, Any]:
 
 
 def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    if None not in data.values():
-        return data
     return {name: value for name, value in data.items() if value is not None}
 
 
@@ -235,17 +233,15 @@ def _token_id(key: str) -> int:
 
 
 def _schema(response_format: Any) -> dict[str, Any] | None:
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    inner = response_format.get("json_schema") if kind == "json_schema" else None
-    schema = inner.get("schema") if isinstance(inner, dict) else None
-    if not isinstance(schema, dict):
-        need = "type text, json_object, or json_schema with json_schema.schema"
-        raise ValueError(f"response_format: needs {need}")
-    return schema
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return schema
+    need = "type text, json_object, or json_schema with json_schema.schema"
+    raise ValueError(f"response_format: needs {need}")
 
 
 def _unknown(name: str, known: set[str]) -> ValueError:

@@ -17,19 +17,9 @@ from nanovllm.attention.triton_attn import TritonBackend
 __all__ = ["AttentionBackend", "select_backend"]
 
 # For each phase the fastest comes first, and the last can always run.
-_PREFILL: list[type[AttentionBackend]] = [
-    FlashAttn3Backend,
-    FlashAttn2Backend,
-    TritonBackend,
-    TorchSDPABackend,
-]
+_PREFILL = FlashAttn3Backend, FlashAttn2Backend, TritonBackend, TorchSDPABackend
 # FlashAttention's decode tiles hold 64 or 128 query rows, of which a group of 2 to 8 fills few.
-_DECODE: list[type[AttentionBackend]] = [
-    TritonBackend,
-    FlashAttn3Backend,
-    FlashAttn2Backend,
-    TorchSDPABackend,
-]
+_DECODE = TritonBackend, FlashAttn3Backend, FlashAttn2Backend, TorchSDPABackend
 
 
 class PairedBackend(AttentionBackend):
@@ -65,11 +55,14 @@ def select_backend(
     Returns it with a sentence on why faster ones were not chosen ("" when none is faster). Raises
     ValueError, with every backend's reason, for a name that is unknown or cannot run.
     """
-    backends = {kind.name: kind() for kind in _PREFILL}
-    reasons = {
-        other: _unsupported_reason(backend, device, dtype, head_dim, block_size)
-        for other, backend in backends.items()
-    }
+    backends: dict[str, AttentionBackend] = {kind.name: kind() for kind in _PREFILL}
+    reasons = {}
+    for other, backend in backends.items():
+        reason = backend.unsupported_reason(device, dtype, head_dim)
+        multiple = backend.block_size_multiple
+        if reason is None and block_size % multiple:
+            reason = f"it needs a block size that is a multiple of {multiple}, not {block_size}"
+        reasons[other] = reason
     if name == "auto":
         prefill, decode = (
             next(backends[kind.name] for kind in order if reasons[kind.name] is None)
@@ -88,17 +81,3 @@ def select_backend(
             f"attention_backend: got {name!r}, needs one that can run here ({states}), try 'auto'"
         )
     return backends[name], ""
-
-
-def _unsupported_reason(
-    backend: AttentionBackend,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
-) -> str | None:
-    reason = backend.unsupported_reason(device, dtype, head_dim)
-    multiple = backend.block_size_multiple
-    if reason is None and block_size % multiple:
-        return f"it needs a block size that is a multiple of {multiple}, not {block_size}"
-    return reason

@@ -21,9 +21,7 @@ class FlashAttn2Backend(AttentionBackend):
     # The paged kernels load whole tiles of a block.
     block_size_multiple = 256
     is_graph_safe = True
-
-    def __init__(self) -> None:
-        self._flash_attn: Any = None
+    _flash_attn: Any = None  # the package, once it was asked for
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int

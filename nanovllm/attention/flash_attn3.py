@@ -15,9 +15,7 @@ from nanovllm.utils.context import Context
 class FlashAttn3Backend(AttentionBackend):
     name = "flash_attn_3"
     is_graph_safe = True
-
-    def __init__(self) -> None:
-        self._flash_attn: Any = None
+    _flash_attn: Any = None  # the package, once it was asked for
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int

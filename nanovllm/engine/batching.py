@@ -35,7 +35,6 @@ def build_prefill(
         num_scheduled_tokens=counts,
         is_sampled=is_sampled,
         all_greedy=not table.temperatures[rows[is_sampled]].any(),
-        new_blocks=np.empty(0, np.int32),
         input_ids=np.concatenate(
             [table.token_ids[r, piece] for r, piece in zip(rows, pieces, strict=True)]
         ),
@@ -54,11 +53,8 @@ def _special_rows(
     table: SequenceTable, rows: IntArray, num_tokens: IntArray, is_prefill: bool
 ) -> tuple[SpecialRow, ...]:
     """rows: those that are sampled, in order; num_tokens: prompt and output of each so far."""
-    is_special = table.is_special[rows]
-    if not np.count_nonzero(is_special):
-        return ()
     special = []
-    for index in is_special.nonzero()[0].tolist():
+    for index in table.is_special[rows].nonzero()[0].tolist():
         row, n = int(rows[index]), int(num_tokens[index])
         token_ids = table.token_ids[row, :n].copy() if is_prefill else None
         seq = table.sequences[row]
@@ -68,11 +64,7 @@ def _special_rows(
 
 
 def build_decode(
-    table: SequenceTable,
-    rows: IntArray,
-    starts: IntArray,
-    new_blocks: IntArray,
-    groups: IntArray,
+    table: SequenceTable, rows: IntArray, starts: IntArray, new_blocks: IntArray, groups: IntArray
 ) -> ScheduledBatch:
     """One token of each row's sequence, at position starts; the rest as ScheduledBatch's."""
     special = _special_rows(table, rows, starts + 1, is_prefill=False)
@@ -86,10 +78,6 @@ def build_decode(
         all_greedy=not np.count_nonzero(table.temperatures[rows]),
         new_blocks=new_blocks,
         groups=groups,
-        input_ids=np.empty(0, np.int32),
-        block_tables=np.empty((0, 0), np.int32),
-        temperatures=np.empty(0, np.float32),
-        seeds=np.empty(0, np.int64),
         special=special,
         is_redrawn=bool(special),
     )
@@ -107,7 +95,6 @@ def warm_up_batch(seq_lens: list[int], block_size: int, num_cached: int = 0) -> 
         num_scheduled_tokens=lens,
         is_sampled=np.ones(n, np.bool_),
         all_greedy=False,
-        new_blocks=np.empty(0, np.int32),
         input_ids=np.zeros(lens.sum(), np.int32),
         block_tables=np.zeros((n, -(-(int(lens.max()) + num_cached) // block_size)), np.int32),
         temperatures=np.ones(n, np.float32),

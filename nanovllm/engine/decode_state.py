@@ -64,17 +64,8 @@ class DecodeState:
         """The inputs of a decode step of these rows; see gather_inputs."""
         if out is None and rows.is_cpu and rows.numpy().min(initial=0) >= 0:
             return self._gather_on_host(rows.numpy(), new_blocks.numpy())
-        return gather_inputs(
-            rows,
-            new_blocks,
-            self.last_tokens,
-            self.num_tokens,
-            self.block_tables,
-            self.temperatures,
-            self.seeds,
-            self.block_size,
-            out,
-        )
+        state = self.last_tokens, self.num_tokens, self.block_tables, self.temperatures, self.seeds
+        return gather_inputs(rows, new_blocks, *state, self.block_size, out)
 
     def _gather_on_host(self, rows: IntArray, new_blocks: IntArray) -> DecodeInputs:
         """gather_inputs_ref for rows without padding, in numpy: the calls are what it costs."""
@@ -86,12 +77,11 @@ class DecodeState:
             starts = np.flatnonzero(new_blocks >= 0)
             self.block_tables.numpy()[rows[starts], index[starts]] = new_blocks[starts]
         tables = self.block_tables.numpy()[rows]
+        slots = tables[np.arange(len(rows)), index] * block_size + offsets
         return DecodeInputs(
             input_ids=torch.from_numpy(np.maximum(self.last_tokens.numpy()[rows], 0)),
             positions=torch.from_numpy(positions),
-            slot_mapping=torch.from_numpy(
-                tables[np.arange(len(rows)), index] * block_size + offsets
-            ),
+            slot_mapping=torch.from_numpy(slots),
             context_lens=torch.from_numpy(context_lens),
             block_tables=torch.from_numpy(tables),
             temperatures=torch.from_numpy(self.temperatures.numpy()[rows]),

@@ -70,45 +70,29 @@ class LLMEngine:
         self._finalizer = weakref.finalize(self, _close, parts)
         _open_engines.add(self)
         try:
+            meeting = workers.init_method, workers.has_failed
             self._runner = ModelRunner(
-                config,
-                hf_config,
-                checkpoint,
-                self.max_model_len,
-                0,
-                workers.init_method,
-                is_hopeless=lambda: workers.has_failed,
+                config, hf_config, checkpoint, self.max_model_len, 0, *meeting
             )
             parts.append(self._runner)
             workers.wait_for_start(self._runner.facts())
         except BaseException as error:
             self._give_up(workers, error)
             raise
-        self.scheduler = Scheduler(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            self.max_model_len,
-            config.kvcache_block_size,
-            self._runner.num_blocks,
-            eos_token_ids,
-            config.schedule_policy,
-            config.cascade_attention,
-        )
+        limits = config.max_num_seqs, config.max_num_batched_tokens, self.max_model_len
+        blocks = config.kvcache_block_size, self._runner.num_blocks
+        policy = config.schedule_policy, config.cascade_attention
+        self.scheduler = Scheduler(*limits, *blocks, eos_token_ids, *policy)
         self._loop = StepLoop(
             self.scheduler, self._runner, workers, config.overlap, self._finalizer
         )
-        self._intake = Intake(
-            config.seed,
-            self._tokenizer,
-            hf_config.vocab_size,
-            self.scheduler.max_len,
-            self.scheduler.eos_token_ids,
-        )
+        ends = self.scheduler.max_len, self.scheduler.eos_token_ids
+        self._intake = Intake(config.seed, self._tokenizer, hf_config.vocab_size, *ends)
         log_start(self._runner, self.device_name, time.perf_counter() - start)
 
     def _give_up(self, workers: WorkerGroup, error: BaseException) -> None:
         """After a failed start; raises what another rank failed with, where that was the reason."""
-        fault = workers.explain(error) if workers.has_failed else None
+        fault = workers.explain(error) if workers.has_failed() else None
         self.close()
         if fault is not None and not isinstance(error, EngineDeadError):
             raise fault from error

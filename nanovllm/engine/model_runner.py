@@ -57,17 +57,12 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.device = select_device(config, rank)
         self.dtype = select_dtype(config, hf_config, self.device)
+        backend, num_ranks = "gloo", config.tensor_parallel_size
         if self.device.type == "cuda":
+            backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        distributed.init(
-            rank,
-            config.tensor_parallel_size,
-            init_method,
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            self.device,
-            is_hopeless,
-        )
+        distributed.init(rank, num_ranks, init_method, backend, self.device, is_hopeless)
         self._fingerprint = fingerprint(checkpoint)
         try:
             self._start(hf_config, checkpoint)
@@ -77,7 +72,7 @@ class ModelRunner:
 
     def _start(self, hf_config: Any, checkpoint: Path) -> None:
         """What __init__ does once the rank has joined the others."""
-        config = self.config
+        config, block_size = self.config, self.config.kvcache_block_size
         self.model: Any = self._load_model(hf_config, checkpoint)
         layers = [m for m in self.model.modules() if isinstance(m, Attention)]
         self.num_parameters = sum(p.numel() for p in self.model.parameters())
@@ -88,12 +83,8 @@ class ModelRunner:
         head: Any = self.model.lm_head
         self.sampler = Sampler(head.first_row, head.num_tokens)
         self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-        self.state = DecodeState.create(
-            self.num_rows,
-            -(-self.max_model_len // config.kvcache_block_size),
-            config.kvcache_block_size,
-            self.device,
-        )
+        max_num_blocks = -(-self.max_model_len // block_size)
+        self.state = DecodeState.create(self.num_rows, max_num_blocks, block_size, self.device)
         self.redrawer = Redrawer(self.num_rows, self.max_model_len, self.device)
         self.last_result: StepResult | None = None  # its logits may be overwritten by the next step
         self._logits: torch.Tensor | None = None
@@ -101,7 +92,7 @@ class ModelRunner:
         self.prefill_graphs: PrefillGraphs | None = None
         shape = CacheShape(
             num_layers=len(layers),
-            block_size=config.kvcache_block_size,
+            block_size=block_size,
             num_kv_heads=layers[0].num_kv_heads,
             head_dim=layers[0].head_dim,
             dtype=self.dtype,
@@ -164,10 +155,7 @@ class ModelRunner:
         return work_list(groups, num_rows, block_size, rows_per_item, num_keys)
 
     def _forward(
-        self,
-        inputs: InputBatch,
-        all_greedy: bool = False,
-        logits_out: torch.Tensor | None = None,
+        self, inputs: InputBatch, all_greedy: bool = False, logits_out: torch.Tensor | None = None
     ) -> StepResult:
         states = hidden_states(self.model, inputs, inputs.context, self.config)
         logits = each_row(self.model.compute_logits, self.config)(states, logits_out)
@@ -268,12 +256,10 @@ class ModelRunner:
         With and without cached context, few sequences and many; what is written lies in slots and
         rows that nobody owns yet.
         """
-        length = min(16, self.max_model_len - 1)
+        length, block_size = min(16, self.max_model_len - 1), self.config.kvcache_block_size
         for num_seqs in {min(2, self.num_rows), min(257, self.num_rows)}:
             for num_cached in (0, 1):
-                batch = warm_up_batch(
-                    [length] * num_seqs, self.config.kvcache_block_size, num_cached
-                )
+                batch = warm_up_batch([length] * num_seqs, block_size, num_cached)
                 self._forward(input_batch.build(batch, self.state, self._work_list))
 
     @torch.inference_mode()

@@ -204,8 +204,7 @@ def _marker(config: Config, hf_config: Any, max_model_len: int) -> Path:
     import triton
 
     settings = {**asdict(config), "model": "", "seed": 0, "max_model_len": max_model_len}
-    facts = [nanovllm.__version__, triton.__version__, torch.__version__, settings]
-    facts += [vars(hf_config)]
+    facts = [nanovllm.__version__, triton.__version__, torch.__version__, settings, vars(hf_config)]
     digest = hashlib.sha256(json.dumps(facts, default=str, sort_keys=True).encode()).hexdigest()
     folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
     return Path(folder) / f"nanovllm-{digest[:32]}"

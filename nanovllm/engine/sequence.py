@@ -89,32 +89,13 @@ class Sequence:
     """One request: its prompt, its sampling parameters, and, while admitted, a row of the table."""
 
     __slots__ = (
-        "admitted_at",
-        "ask",
-        "block_hashes",
-        "finish_reason",
-        "finished_at",
-        "first_token_at",
-        "num_hit_tokens",
-        "num_prompt_logprobs",
-        "num_prompt_tokens",
-        "row",
-        "sampling_params",
-        "seed",
-        "seq_id",
-        "status",
-        "stop_len",
-        "stop_reason",
-        "_table",
-        "_token_ids",
+        *("admitted_at", "ask", "block_hashes", "finish_reason", "finished_at", "first_token_at"),
+        *("num_hit_tokens", "num_prompt_logprobs", "num_prompt_tokens", "row", "sampling_params"),
+        *("seed", "seq_id", "status", "stop_len", "stop_reason", "_table", "_token_ids"),
     )
 
     def __init__(
-        self,
-        token_ids: npt.ArrayLike,
-        sampling_params: SamplingParams,
-        max_len: int,
-        seed: int = 0,
+        self, token_ids: npt.ArrayLike, sampling_params: SamplingParams, max_len: int, seed: int = 0
     ) -> None:
         """token_ids: the prompt, at least one id and fewer than max_len; copied.
 
@@ -206,6 +187,11 @@ class Sequence:
         self._table, self.row = None, None
 
 
+def _empty(*shape: int, dtype: type = np.int32) -> Any:
+    """A field that is empty unless it is given."""
+    return field(default_factory=lambda: np.empty(shape, dtype))
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """One step's work. Arrays have one entry per scheduled sequence, in batch order.
@@ -222,20 +208,21 @@ class ScheduledBatch:
     is_sampled: npt.NDArray[np.bool_]  # False for a chunk that does not reach the prompt's end
     all_greedy: bool  # every sampled sequence has temperature 0
     # Decode: the block in which this step's token takes the first slot, -1 where it takes another.
-    new_blocks: IntArray
+    new_blocks: IntArray = _empty(0)
     # Prefill, otherwise empty:
-    input_ids: IntArray  # [num_tokens] the tokens to compute, packed without padding
-    block_tables: IntArray  # [num_seqs, widest table]; entries past a sequence's own are stale
-    temperatures: npt.NDArray[np.float32]
-    seeds: npt.NDArray[np.int64]
+    input_ids: IntArray = _empty(0)  # [num_tokens] to compute, packed without padding
+    # [num_seqs, widest table]; entries past a sequence's own are stale
+    block_tables: IntArray = _empty(0, 0)
+    temperatures: npt.NDArray[np.float32] = _empty(0, dtype=np.float32)
+    seeds: npt.NDArray[np.int64] = _empty(0, dtype=np.int64)
     # [num_seqs] how many log-probabilities to report of each prompt token, -1 for none, and
     # [num_tokens] the token after each of input_ids; both empty where nobody asks.
-    prompt_logprobs: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
-    next_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    prompt_logprobs: IntArray = _empty(0)
+    next_ids: IntArray = _empty(0)
     # [n, 3] K/V to copy ahead of all else: from this block to that one, so many leading tokens.
-    copies: IntArray = field(default_factory=lambda: np.empty((0, 3), np.int32))
+    copies: IntArray = _empty(0, 3)
     # Decode: [num_groups, 4] which rows share leading blocks, see prefix_groups.py.
-    groups: IntArray = field(default_factory=lambda: np.empty((0, 4), np.int32))
+    groups: IntArray = _empty(0, 4)
     # Rows that rank 0 draws again; is_redrawn tells the other ranks that it does.
     special: tuple[SpecialRow, ...] = ()
     is_redrawn: bool = False

@@ -44,18 +44,12 @@ class _Lifeline:
 
 
 def _start(scalars: dict[str, Any], lifeline: _Lifeline) -> Any:
+    """scalars: arguments of ModelRunner by name, config and checkpoint as JSON values."""
     from nanovllm.config import Config, load_hf_config
     from nanovllm.engine.model_runner import ModelRunner
 
-    checkpoint = Path(scalars["checkpoint"])
-    runner = ModelRunner(
-        Config(**scalars["config"]),
-        load_hf_config(checkpoint),
-        checkpoint,
-        scalars["max_model_len"],
-        scalars["rank"],
-        scalars["init_method"],
-    )
+    config, checkpoint = Config(**scalars.pop("config")), Path(scalars.pop("checkpoint"))
+    runner = ModelRunner(config, load_hf_config(checkpoint), checkpoint, **scalars)
     lifeline.folder = None
     return runner
 

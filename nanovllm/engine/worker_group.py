@@ -79,7 +79,6 @@ class WorkerGroup:
             self.close()
             raise
 
-    @property
     def has_failed(self) -> bool:
         return self._fault is not None
 
@@ -204,8 +203,8 @@ class WorkerGroup:
             late = [rank for rank in ranks.values() if rank not in self._replies]
             if fault is None and late and time.monotonic() > self._deadline:
                 fault = EngineTimeoutError(
-                    f"rank {late[0]} (process {self._processes[late[0]].pid}) did not reply in"
-                    " time, see step_timeout and start_timeout"
+                    f"{self._name(late[0])} did not reply in time, see step_timeout and"
+                    " start_timeout"
                 )
             if fault is not None and not self._is_closing:
                 with self._changed:
@@ -214,21 +213,17 @@ class WorkerGroup:
 
     def _receive(self, rank: int) -> EngineDeadError | None:
         """Take a rank's reply; what is wrong with it, if anything."""
-        who = f"rank {rank} (process {self._processes[rank].pid})"
         try:
             frame = self._channels[rank].receive(_CLOSE_SECONDS)
         except (EOFError, OSError) as error:
-            return EngineDeadError(f"{who} {self._end_of(rank, error)}")
+            return self._end_of(rank, error)
         except FrameError as error:
-            return EngineDeadError(f"{who} sent {error}")
+            return EngineDeadError(f"{self._name(rank)} sent {error}")
         if frame.call == "error":
             dead = self._find_dead()
             if dead is not None:  # of which this rank has heard in a collective
-                return EngineDeadError(
-                    f"rank {dead} (process {self._processes[dead].pid})"
-                    f" {self._end_of(dead, ChildProcessError())}"
-                )
-            return EngineDeadError(f"{who} failed:\n{frame.scalars.get('traceback')}")
+                return self._end_of(dead, ChildProcessError())
+            return EngineDeadError(f"{self._name(rank)} failed:\n{frame.scalars.get('traceback')}")
         with self._changed:
             self._replies[rank] = frame
             self._changed.notify_all()
@@ -244,14 +239,18 @@ class WorkerGroup:
             time.sleep(0.01)
         return None
 
-    def _end_of(self, rank: int, error: Exception) -> str:
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} (process {self._processes[rank].pid})"
+
+    def _end_of(self, rank: int, error: Exception) -> EngineDeadError:
         try:
             code = self._processes[rank].wait(1.0)
+            end = f"ended with exit code {code}"
+            if code < 0:
+                end = f"was ended by signal {signal.Signals(-code).name}"
         except subprocess.TimeoutExpired:
-            return f"closed its channel ({error})"
-        if code < 0:
-            return f"was ended by signal {signal.Signals(-code).name}"
-        return f"ended with exit code {code}"
+            end = f"closed its channel ({error})"
+        return EngineDeadError(f"{self._name(rank)} {end}")
 
     def _copy_of_fault(self) -> EngineDeadError:
         """To raise: the one kept here must not gather tracebacks."""

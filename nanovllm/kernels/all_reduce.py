@@ -16,7 +16,7 @@ import torch
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
-from nanovllm.kernels.rms_norm import inverse_rms
+from nanovllm.kernels.rms_norm import add_rms_norm_ref
 from nanovllm.utils.distributed import MAX_MEETINGS, MAX_PAIRS, PAIRS_AT, PeerMemory, Slot
 
 
@@ -29,9 +29,7 @@ def sum_add_rms_norm_ref(
     parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """parts: dtype [ranks, M, K]; neither the sum nor what the norm sees is rounded before."""
-    total = parts.float().sum(0) + residual
-    normed = (total * inverse_rms(total, eps)).to(residual.dtype).mul_(weight)
-    return normed, total.to(residual.dtype)
+    return add_rms_norm_ref(parts.float().sum(0), residual, weight, eps)
 
 
 def pick_best_ref(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ class Routing:
     # int32 [4, max_tiles]: expert, first place in the order and end of each tile, in the last row
     # the number of tiles and nothing else
     tiles: torch.Tensor
-    block_m: int  # rows of a tile at most
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
@@ -173,7 +172,6 @@ def routing(logits: torch.Tensor, top_k: int, renormalize: bool, block_m: int) -
         weights=torch.empty((num_tokens, top_k), dtype=torch.float32, device=device),
         order=torch.empty(pairs, dtype=torch.int32, device=device),
         tiles=torch.empty((4, tiles), dtype=torch.int32, device=device),
-        block_m=block_m,
     )
     slots = counts = None
     if programs > 1:

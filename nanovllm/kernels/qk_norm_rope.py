@@ -2,9 +2,9 @@
 
     one row of qkv, 4 query and 2 kv heads:   q0 q1 q2 q3 | k0 k1 | v0 v1
                                               norm, rotate  norm,   as is
-                                              -> q_out      rotate  |
-                                                 or in      |  +----+-> v_cache[slot]
-                                                 place      +-> in place and k_cache[slot]
+                                              -> in place   rotate  |
+                                                            |  +----+-> v_cache[slot]
+                                                            +-> in place and k_cache[slot]
 
 Knows no attention. The cache is [num_blocks, block_size, num_kv_heads, head_dim]. Positions and
 slots are read ahead of the PDL wait (see `launch`).
@@ -64,7 +64,6 @@ def qk_norm_rope_ref(
     k_cache: torch.Tensor | None = None,
     v_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
-    q_out: torch.Tensor | None = None,
     sum_squares: torch.Tensor | None = None,
     hidden_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -80,12 +79,11 @@ def qk_norm_rope_ref(
     if q_norm is not None and k_norm is not None:
         weights = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
     rotated = norm_rope_ref(heads[:, :-num_kv_heads], weights, positions, cos_sin, eps)
-    k.copy_(rotated[:, num_heads:])
-    q_out = (q if q_out is None else q_out.view(q.shape)).copy_(rotated[:, :num_heads])
+    heads[:, :-num_kv_heads] = rotated
     if slot_mapping is not None:
         assert k_cache is not None and v_cache is not None, "slots of no cache"
         store_kv_ref(k, v, k_cache, v_cache, slot_mapping)
-    return q_out.view(-1, num_heads, head_dim), k, v
+    return q, k, v
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -178,36 +176,32 @@ def qk_norm_rope(
     k_cache: torch.Tensor | None = None,
     v_cache: torch.Tensor | None = None,
     slot_mapping: torch.Tensor | None = None,
-    q_out: torch.Tensor | None = None,
     sum_squares: torch.Tensor | None = None,
     hidden_size: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Norm and rotate q and k, put k and v into their cache slots. Writes qkv in place.
 
     qkv: dtype [T, (Hq + 2 * Hkv) * D] packed rows at any row stride. Afterwards its k heads hold
-        the rotated keys, and its q heads the rotated queries unless q_out takes them.
+        the rotated keys, and its q heads the rotated queries.
     q_norm, k_norm: dtype [D] norm weights, both or neither (families without QK norm).
     positions: int32 or int64 [T] in the sequence.
     cos_sin: fp32 [max_position, D] D/2 cosines, then D/2 sines.
     k_cache, v_cache: dtype [num_blocks, block_size, Hkv, D] of one layer, same strides; written.
     slot_mapping: int32 or int64 [T] block_id * block_size + offset, -1 to store nothing; None
         together with the caches stores nothing at all.
-    q_out: dtype [T, Hq, D] or [T, Hq * D], written in place of qkv's q heads.
     sum_squares: fp32 [parts, >= T], if the matmul before was fed h * norm weight: parts of the sum
         of h * h, from which 1/rms over hidden_size is applied here.
-    Returns (q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]), views of q_out and qkv.
+    Returns (q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D]), views of qkv.
     """
     if not launch.use_triton(qkv) or qkv.numel() == 0:
         return qk_norm_rope_ref(
             qkv, q_norm, k_norm, positions, cos_sin, num_kv_heads, head_dim, eps, k_cache, v_cache,
-            slot_mapping, q_out, sum_squares, hidden_size,
+            slot_mapping, sum_squares, hidden_size,
         )  # fmt: skip
     num_tokens = qkv.shape[0]
     heads = qkv.unflatten(-1, (-1, head_dim))
     num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    if q_out is not None:
-        q = q_out.view(num_tokens, num_heads, head_dim)
     block_size, strides = 1, [0, 0, 0]
     if slot_mapping is not None:
         assert k_cache is not None and v_cache is not None, "slots of no cache"
@@ -215,13 +209,11 @@ def qk_norm_rope(
         block_size, strides = k_cache.shape[1], list(k_cache.stride()[:3])
     # Few tokens: small programs, for latency. Many: a token's heads share one program.
     heads_per_program = 8 if num_tokens <= 32 else min(32, launch.next_power_of_2(heads.shape[1]))
-    parts, parts_stride = (
-        (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
-    )
+    parts, stride = (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
     pdl = launch.gpu(qkv.device).pdl
     _qk_norm_rope_kernel[(num_tokens, launch.cdiv(heads.shape[1], heads_per_program))](
         qkv, q, k_cache, v_cache, slot_mapping, positions, cos_sin, q_norm, k_norm, sum_squares,
-        qkv.stride(0), q.stride(0), *strides, parts, parts_stride, hidden_size, eps,
+        qkv.stride(0), q.stride(0), *strides, parts, stride, hidden_size, eps,
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size, HEADS=heads_per_program,
         BLOCK_HALF=launch.next_power_of_2(head_dim // 2), NORM=q_norm is not None,

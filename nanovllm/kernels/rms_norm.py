@@ -30,10 +30,10 @@ def rms_norm_ref(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Ten
 def add_rms_norm_ref(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm sees the sum before it is rounded to x's dtype."""
+    """The norm sees the sum before it is rounded to the stream's dtype."""
     total = x.float() + residual
-    normed = (total * inverse_rms(total, eps)).to(x.dtype).mul_(weight)
-    return normed, total.to(x.dtype)
+    normed = (total * inverse_rms(total, eps)).to(residual.dtype).mul_(weight)
+    return normed, total.to(residual.dtype)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -99,23 +99,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(
-    x: torch.Tensor,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    in_place: bool = False,
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Residual add, then the norm of the sum.
 
     x: dtype [..., K] what a layer adds to the stream.
-    residual: dtype [..., K] the stream; overwritten with the sum if in_place (then contiguous).
+    residual: dtype [..., K] the stream, left as it is.
     weight: dtype [K].
     Returns (normed: dtype [..., K], residual + x: dtype [..., K]).
     """
     if not launch.use_triton(x) or x.numel() == 0:
-        normed, total = add_rms_norm_ref(x, residual, weight, eps)
-        return normed, (residual.copy_(total) if in_place else total)
-    if in_place:
-        assert residual.is_contiguous(), f"in_place needs contiguous rows, got {residual.stride()}"
-    total = residual if in_place else torch.empty_like(x, memory_format=torch.contiguous_format)
+        return add_rms_norm_ref(x, residual, weight, eps)
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return _run(x, residual, weight, eps, total), total

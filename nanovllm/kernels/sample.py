@@ -13,6 +13,8 @@ so that a draw depends on seed, position and logits, never on the batch. The ref
 bits: CPU and GPU draw the same token, up to the last bits of exp and log in a near tie.
 """
 
+from typing import Any
+
 import torch
 
 from nanovllm.kernels import launch
@@ -55,15 +57,6 @@ def gumbel_ref(
     return -torch.log(exponential)
 
 
-def sample_ref(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> torch.Tensor:
-    return race_ref(logits, temperatures, seeds, positions)[0]
-
-
 def race_ref(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
@@ -96,6 +89,11 @@ def race_ref(
     noisy = within / temperature + gumbel_ref(seeds, positions, index, 2)
     token = first_token + tile[:, 0] * TILE + torch.where(drawn, noisy, within).argmax(1)
     return torch.where(finite, token, -1), value
+
+
+def sample_ref(*args: Any) -> torch.Tensor:
+    """The tokens of `race_ref`."""
+    return race_ref(*args)[0]
 
 
 @triton.jit
@@ -183,7 +181,6 @@ def sample(
     temperatures: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-    out: torch.Tensor | None = None,
     values: torch.Tensor | None = None,
     first_token: int = 0,
 ) -> torch.Tensor:
@@ -193,12 +190,11 @@ def sample(
     temperatures: fp32 [B]; 0 gives the largest logit, the lowest index among equals.
     seeds: int64 or int32 [B] noise key of each row.
     positions: int64 or int32 [B] a counter that no row repeats: the position of the token to draw.
-    out: int64 or int32 [B] to write, or None for a new int64 one.
     first_token: these are the logits of the vocabulary from this one on, a multiple of TILE.
     values: fp32 [B] to write: with which value a row's token won the race. Of the draws from parts
         of a vocabulary the one with the largest value is the draw from all of it; -inf where all
         is masked, inf where a logit is not finite.
-    Returns out; -1 in rows whose largest logit is not finite (NaN, infinity, everything masked).
+    Returns int64 [B]; -1 in rows whose largest logit is not finite (NaN, infinity, all masked).
     """
     batch, vocab = logits.shape
     assert first_token % TILE == 0, first_token
@@ -206,9 +202,8 @@ def sample(
         tokens, won_with = race_ref(logits, temperatures, seeds, positions, first_token)
         if values is not None:
             values.copy_(won_with)
-        return tokens if out is None else out.copy_(tokens)
-    if out is None:
-        out = torch.empty(batch, dtype=torch.int64, device=logits.device)
+        return tokens
+    out = torch.empty(batch, dtype=torch.int64, device=logits.device)
     assert temperatures.is_contiguous() and seeds.is_contiguous() and positions.is_contiguous()
     num_tiles = launch.cdiv(vocab, TILE)
     scores = torch.empty((batch, num_tiles), dtype=torch.float32, device=logits.device)

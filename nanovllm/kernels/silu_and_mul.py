@@ -68,13 +68,10 @@ def silu_and_mul(
     out = torch.empty((num_rows, n), dtype=gate_up.dtype, device=gate_up.device)
     rows = 4 if num_rows >= 1024 else 1
     block_n = min(1024, launch.next_power_of_2(n))
-    parts, parts_stride = (
-        (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
-    )
+    parts, stride = (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
     pdl = launch.gpu(gate_up.device).pdl
     _silu_and_mul_kernel[(launch.cdiv(num_rows, rows), launch.cdiv(n, block_n))](
-        gate_up, sum_squares, out, num_rows, gate_up.stride(0), parts,
-        parts_stride, hidden_size, eps,
+        gate_up, sum_squares, out, num_rows, gate_up.stride(0), parts, stride, hidden_size, eps,
         N=n, BLOCK_N=block_n, ROWS=rows,
         BLOCK_PARTS=launch.next_power_of_2(parts) if parts else 0, PDL=pdl, num_warps=4,
         launch_pdl=pdl,

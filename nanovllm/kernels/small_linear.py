@@ -362,7 +362,7 @@ def small_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     workspace: LinearWorkspace,
-    chosen: Config | None,
+    chosen: Config,
     epilogue: int = PLAIN,
     norm_weight: torch.Tensor | None = None,
     sum_squares: torch.Tensor | None = None,
@@ -375,19 +375,15 @@ def small_linear(
 
     x: dtype [M, K] rows at any stride.
     weight: dtype [N, K]; with SILU [2 * N, K], gate rows, then up rows.
-    chosen: from `config`, or None for the reference (cuBLAS).
+    chosen: from `config`.
     norm_weight: dtype [K]; x is normed first (gemv only).
     sum_squares: fp32 [parts, >= M]; x is a stream * norm weight, these are parts of the stream's
         sums of squares, and the result is multiplied by 1/rms (not gemv).
     residual, next_norm_weight: dtype [M, N] and [N], with RESIDUAL.
-    out: dtype [M, N] contiguous, to write to with a configuration; None for a new one.
+    out: dtype [M, N] contiguous, to write to; None for a new one.
     Returns (out, None, None); with RESIDUAL (sum, sum * next_norm_weight, parts of the sum's
     squares [parts, >= M]), the last two None from a gemv.
     """
-    if chosen is None:
-        return small_linear_ref(
-            x, weight, epilogue, norm_weight, sum_squares, eps, residual, next_norm_weight
-        )
     (m, k), n = x.shape, weight.shape[0] // (2 if epilogue == SILU else 1)
     assert weight.is_contiguous() and x.stride(1) == 1, (weight.stride(), x.stride())
     assert residual is None or residual.is_contiguous(), residual.stride()

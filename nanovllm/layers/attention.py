@@ -26,10 +26,7 @@ class Attention(nn.Module):
         self.v_cache: torch.Tensor | None = None
 
     def bind(
-        self,
-        k_cache: torch.Tensor | None,
-        v_cache: torch.Tensor | None,
-        backend: AttentionBackend,
+        self, k_cache: torch.Tensor | None, v_cache: torch.Tensor | None, backend: AttentionBackend
     ) -> None:
         """Use this cache and this backend from now on.
 
@@ -64,22 +61,11 @@ class Attention(nn.Module):
                 return backend.fused_decode(
                     qkv, q_norm, k_norm, cos_sin, eps, k_cache, v_cache, ctx
                 ).flatten(1)
-        q, k, v = qk_norm_rope(
-            qkv,
-            q_norm,
-            k_norm,
-            positions,
-            cos_sin,
-            self.num_kv_heads,
-            self.head_dim,
-            eps,
-            k_cache,
-            v_cache,
-            None if k_cache is None else ctx.slot_mapping,
-            sum_squares=sum_squares,
-            hidden_size=self.hidden_size,
-        )
+        heads = self.num_kv_heads, self.head_dim
+        stored = k_cache, v_cache, None if k_cache is None else ctx.slot_mapping
+        left = sum_squares, self.hidden_size
+        q, k, v = qk_norm_rope(qkv, q_norm, k_norm, positions, cos_sin, *heads, eps, *stored, *left)
         if ctx.is_prefill:
             return backend.prefill(q, k, v, k_cache, v_cache, ctx).flatten(1)
-        assert k_cache is not None and v_cache is not None, "decode before bind()"
+        assert k_cache is not None and v_cache is not None
         return backend.decode(q, k_cache, v_cache, ctx).flatten(1)

@@ -8,12 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.kernels.all_reduce import (
-    pick_best,
-    pick_best_ref,
-    sum_add_rms_norm,
-    sum_over_ranks,
-)
+from nanovllm.kernels.all_reduce import pick_best, pick_best_ref, sum_add_rms_norm, sum_over_ranks
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.utils import distributed
 from nanovllm.utils.distributed import PeerMemory
@@ -46,9 +41,7 @@ def sum_add_norm(
     """
     peers, pieces = _shared_pieces(residual)
     if peers is None:
-        out = torch.empty_like(residual)
-        addend(slice(None), out)
-        return add_rms_norm(distributed.all_reduce(out), residual, norm_weight, eps)
+        return add_rms_norm(sum_rows(addend, residual), residual, norm_weight, eps)
     normed, stream = torch.empty_like(residual), torch.empty_like(residual)
     for rows in pieces:
         slot = peers.next_slot(residual[rows])

@@ -46,13 +46,9 @@ def prompt_logprobs(
         on all ranks but the first of a tensor-parallel group, and then so does this function
     next_token_ids: int [t], the token that follows each of the t
     """
-    parts = []
-    for states, ids in zip(
-        hidden_states.split(PROMPT_CHUNK), next_token_ids.split(PROMPT_CHUNK), strict=True
-    ):
-        logits = compute_logits(states)
-        if logits is not None:
-            parts.append(gather_logprobs(logits, ids, num_logprobs))
+    pairs = zip(hidden_states.split(PROMPT_CHUNK), next_token_ids.split(PROMPT_CHUNK), strict=True)
+    chunks = ((compute_logits(states), ids) for states, ids in pairs)
+    parts = [gather_logprobs(x, ids, num_logprobs) for x, ids in chunks if x is not None]
     return _concatenate(parts) if parts else None
 
 
@@ -65,13 +61,9 @@ def prompt_logprobs_of_pieces(
 ) -> list[Logprobs]:
     """`prompt_logprobs` of the pieces, back to back, of so many tokens each, whose number is not
     negative; none on the ranks where it gives None."""
-    found = []
     pieces = zip(hidden_states.split(lens), next_token_ids.split(lens), nums_logprobs, strict=True)
-    for states, ids, num in pieces:
-        part = None if num < 0 else prompt_logprobs(states, compute_logits, ids, num)
-        if part is not None:
-            found.append(part)
-    return found
+    found = [prompt_logprobs(x, compute_logits, ids, num) for x, ids, num in pieces if num >= 0]
+    return [part for part in found if part is not None]
 
 
 def _gather(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:

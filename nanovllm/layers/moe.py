@@ -8,11 +8,7 @@ of each expert's intermediate columns; the ranks' outputs are summed as a dense 
 import torch
 from torch import nn
 
-from nanovllm.kernels.grouped_gemm import (
-    expert_copies,
-    sum_copies,
-    sum_copies_add_rms_norm,
-)
+from nanovllm.kernels.grouped_gemm import expert_copies, sum_copies, sum_copies_add_rms_norm
 from nanovllm.kernels.norm_linear import NormInput, normalize
 from nanovllm.layers.collectives import sum_add_norm
 from nanovllm.layers.layernorm import RMSNorm
@@ -34,61 +30,40 @@ def packed_experts(num_experts: int) -> dict[str, tuple[str, ShardId]]:
     return parts
 
 
-class GateUpExperts(nn.Module):
-    """Gate rows, then up rows of each expert; this rank's rows of either."""
+class PackedExperts(nn.Module):
+    """A projection of every expert; this rank's share of its rows (dim 0) or columns (dim 1)."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, num_experts: int, parts: int, full_shape: tuple[int, int], dim: int) -> None:
+        """parts: of an expert, one below the other; full_shape: of a part in the checkpoint"""
         super().__init__()
         # As it is now: another engine of this process may form a group later.
-        self.tp_rank = distributed.tp_rank()
-        self.local_size = shard_size("moe_intermediate_size", intermediate_size)
+        self.tp_rank, self.dim = distributed.tp_rank(), dim
+        self.local_size = shard_size("moe_intermediate_size", full_shape[dim])
+        shape = list(full_shape)
+        shape[dim] = self.local_size
         self.weight = make_parameter(
-            (num_experts, 2 * self.local_size, hidden_size),
-            dict.fromkeys(range(2 * num_experts), (intermediate_size, hidden_size)),
+            (num_experts, parts * shape[0], shape[1]),
+            dict.fromkeys(range(parts * num_experts), full_shape),
             self.load_shard,
         )
 
     def load_shard(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId) -> None:
-        """Copy this rank's rows of one expert's gate or up projection.
+        """Copy this rank's share of one part of one expert.
 
-        loaded: float [intermediate_size, hidden_size] the checkpoint's tensor
+        loaded: float, of the full shape, the checkpoint's tensor
         """
         assert isinstance(shard_id, int), shard_id
-        rows = loaded.narrow(0, self.tp_rank * self.local_size, self.local_size)
-        param.data.flatten(0, 1).unflatten(0, (-1, self.local_size))[shard_id].copy_(rows)
-
-
-class DownExperts(nn.Module):
-    """Each expert's down projection; this rank's columns."""
-
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
-        super().__init__()
-        # As it is now: another engine of this process may form a group later.
-        self.tp_rank = distributed.tp_rank()
-        self.local_size = shard_size("moe_intermediate_size", intermediate_size)
-        self.weight = make_parameter(
-            (num_experts, hidden_size, self.local_size),
-            dict.fromkeys(range(num_experts), (hidden_size, intermediate_size)),
-            self.load_shard,
-        )
-
-    def load_shard(self, param: nn.Parameter, loaded: torch.Tensor, shard_id: ShardId) -> None:
-        """Copy this rank's columns of one expert.
-
-        loaded: float [hidden_size, intermediate_size] the checkpoint's tensor
-        """
-        assert isinstance(shard_id, int), shard_id
-        columns = loaded.narrow(1, self.tp_rank * self.local_size, self.local_size)
-        param.data[shard_id].copy_(columns)
+        share = loaded.narrow(self.dim, self.tp_rank * self.local_size, self.local_size)
+        param.data.view(-1, *share.shape)[shard_id].copy_(share)
 
 
 class Experts(nn.Module):
-    """The experts' weights; the product is the whole block's."""
+    """The experts' weights, gate rows before up rows; the product is the whole block's."""
 
     def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_up = GateUpExperts(num_experts, hidden_size, intermediate_size)
-        self.down = DownExperts(num_experts, hidden_size, intermediate_size)
+        self.gate_up = PackedExperts(num_experts, 2, (intermediate_size, hidden_size), dim=0)
+        self.down = PackedExperts(num_experts, 1, (hidden_size, intermediate_size), dim=1)
 
 
 class SparseMoE(nn.Module):
@@ -123,16 +98,11 @@ class SparseMoE(nn.Module):
         copies = expert_copies(
             normed, logits, gate_up, down, self.num_experts_per_tok, self.norm_topk_prob
         )
-        normed, stream = self._add_to_stream(copies, x.hidden, next_norm.weight, next_norm.eps)
-        return NormInput(stream, next_norm.weight, next_norm.eps, normed=normed)
-
-    def _add_to_stream(
-        self, copies: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sum over experts and ranks, residual add, norm; arguments and result as of
-        `sum_copies_add_rms_norm`."""
+        stream, norm = x.hidden, (next_norm.weight, next_norm.eps)
         if self.tp_size == 1:
-            return sum_copies_add_rms_norm(copies, residual, norm_weight, eps)
-        return sum_add_norm(
-            lambda rows, out: sum_copies(copies[rows], out), residual, norm_weight, eps
-        )
+            normed, stream = sum_copies_add_rms_norm(copies, stream, *norm)
+        else:
+            normed, stream = sum_add_norm(
+                lambda rows, out: sum_copies(copies[rows], out), stream, *norm
+            )
+        return NormInput(stream, *norm, normed=normed)

@@ -75,11 +75,7 @@ class RopeSettings:
         return kind
 
     def _number(
-        self,
-        name: str,
-        default: float | None = None,
-        above: float = 0.0,
-        least: float = 0.0,
+        self, name: str, default: float | None = None, above: float = 0.0, least: float = 0.0
     ) -> float:
         value: Any = self._settings.get(name)
         value = default if value is None else value
@@ -164,28 +160,24 @@ def _read_settings(hf_config: Any) -> dict[str, Any]:
                 f"{field}: got {value!r:.80}, needs a mapping or null, try another checkpoint"
             )
         settings.update(value)
+    for name in ("rope_theta", "partial_rotary_factor"):
+        settings.setdefault(name, getattr(hf_config, name, None))
     nested = [key for key, value in settings.items() if isinstance(value, Mapping)]
-    rotary_factor = settings.get(
-        "partial_rotary_factor", getattr(hf_config, "partial_rotary_factor", 1.0)
-    )
+    rotary_factor = settings["partial_rotary_factor"]
     if nested or rotary_factor not in (None, 1.0):
         what = f"settings per layer type {nested}" if nested else f"a rotary part {rotary_factor}"
         raise ValueError(
             f"rope_parameters: got {what:.200}, needs the same full rotation in all layers, "
             "try another checkpoint"
         )
-    settings.setdefault("rope_theta", getattr(hf_config, "rope_theta", None))
     return settings
 
 
 def _original_positions(hf_config: Any, settings: Mapping[str, Any]) -> int:
     """The length before scaling, from the places where transformers looks, in its order."""
     name = "original_max_position_embeddings"
-    value = getattr(hf_config, name, None)
-    if value is None:
-        value = settings.get(name)
-    if value is None:
-        value = hf_config.max_position_embeddings
+    places = getattr(hf_config, name, None), settings.get(name), hf_config.max_position_embeddings
+    value = next((value for value in places if value is not None), None)
     if type(value) is not int or not 0 < value <= _MAX_POSITIONS:
         raise ValueError(
             f"{name}: got {value!r:.80}, needs a positive integer up to {_MAX_POSITIONS}, try the "

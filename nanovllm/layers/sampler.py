@@ -43,20 +43,11 @@ class Sampler(nn.Module):
         returns: int64 [num_rows], -1 for a row that broken numerics left without a finite maximum;
             the same on every rank
         """
-        if not self._is_alone:
-            return self._draw_together(logits, temperatures, seeds, positions)
-        if all_greedy and not logits.is_cuda:
-            max_logits, token_ids = logits.max(-1)
-            return token_ids.masked_fill(~max_logits.isfinite(), -1)
-        return sample(logits, temperatures, seeds, positions)
-
-    def _draw_together(
-        self,
-        logits: torch.Tensor,
-        temperatures: torch.Tensor,
-        seeds: torch.Tensor,
-        positions: torch.Tensor,
-    ) -> torch.Tensor:
+        if self._is_alone:
+            if all_greedy and not logits.is_cuda:
+                max_logits, token_ids = logits.max(-1)
+                return token_ids.masked_fill(~max_logits.isfinite(), -1)
+            return sample(logits, temperatures, seeds, positions)
         logits = logits[:, : self._num_tokens]
         values = torch.full((len(logits),), -torch.inf, device=logits.device)
         if logits.numel():

@@ -227,13 +227,11 @@ def gather_to_rank0(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
     """
     if _group.size == 1:
         return tensor
-    tensor = tensor.contiguous()
-    if _group.rank > 0:
-        dist.gather(tensor, None, dst=0)
-        return None
-    parts = [torch.empty_like(tensor) for _ in range(_group.size)]
+    tensor, parts = tensor.contiguous(), None
+    if _group.rank == 0:
+        parts = [torch.empty_like(tensor) for _ in range(_group.size)]
     dist.gather(tensor, parts, dst=0)
-    return torch.cat(parts, dim)
+    return None if parts is None else torch.cat(parts, dim)
 
 
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ CASES = [
     (8, 1, 128, 5, 16),
     (2, 1, 16, 40, 64),
 ]
-OPTIONS = [{"norm": False}, {"store": False}, {"q_out": True}, {"scaled": True}]
+OPTIONS = [{"norm": False}, {"store": False}, {"scaled": True}]
 GPU_CASES = [
     (16, 8, 128, 1, 256),
     (16, 8, 128, 2000, 256),
@@ -26,7 +26,7 @@ GPU_CASES = [
 ]
 
 
-def check(case, dtype, device, norm=True, store=True, q_out=False, scaled=False):
+def check(case, dtype, device, norm=True, store=True, scaled=False):
     num_heads, num_kv_heads, head_dim, num_tokens, block_size = case
     width = (num_heads + 2 * num_kv_heads) * head_dim
     packed = torch.full((num_tokens, width + 16), POISON, device=device).to(dtype)
@@ -47,13 +47,12 @@ def check(case, dtype, device, norm=True, store=True, q_out=False, scaled=False)
         if float_inputs:
             rows, wq, wk, k_cache = to_float([rows, wq, wk, k_cache])
         v_cache = k_cache.clone()
-        out = torch.full((num_tokens, num_heads * head_dim), POISON, device=device).to(rows.dtype)
         q, k, v = function(
             rows[:, :width], wq, wk, positions, cos_sin, num_kv_heads, head_dim, 1e-6,
             k_cache if store else None, v_cache if store else None, slots if store else None,
-            out if q_out else None, squares, 128,
+            squares, 128,
         )  # fmt: skip
-        assert q.data_ptr() == (out if q_out else rows).data_ptr()
+        assert q.data_ptr() == rows.data_ptr()
         return q, k, v, k_cache, v_cache, rows
 
     ours, plain = run(op.qk_norm_rope, False), run(op.qk_norm_rope_ref, False)
