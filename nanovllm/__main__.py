@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.run_batch import Job, run_batch
+from nanovllm.run_batch import Job, LineReader, run_batch
 from nanovllm.sampling_params import SamplingParams
 
 EPILOG = """\
@@ -98,7 +98,7 @@ def _job(options: argparse.Namespace) -> Job:
         return {k.removeprefix(prefix): v for k, v in given.items() if k.startswith(prefix)}
 
     defaults = those("sampling")
-    SamplingParams(**defaults)
+    LineReader(defaults)  # as lines read them
     if options.replicas < 1:
         raise ValueError(f"--replicas: got {options.replicas}, needs at least 1")
     if options.replicas > 1 and options.ray is None:

@@ -6,7 +6,8 @@ import os
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, cast
 
@@ -14,16 +15,32 @@ import xxhash
 
 MAX_LINE_BYTES = 32 * 2**20  # so that a file without line ends does not fill the memory
 BOM = b"\xef\xbb\xbf"
+PAGE = 128  # lines of Held
 # What damaged or torn gzip files raise.
 GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 KnownResult = tuple[int, str | None, bool]
 
 
 def open_input(path: str) -> IO[bytes]:
-    """path: "-" is standard input; *.gz is decompressed."""
+    """path: "-" is standard input. Raises ValueError for a file that cannot be read."""
     if path == "-":
         return sys.stdin.buffer
-    return cast(IO[bytes], gzip.open(path, "rb")) if path.endswith(".gz") else open(path, "rb")
+    try:
+        stream = open_file(path)
+        stream.peek(1)
+    except (OSError, *GZIP_ERRORS) as error:
+        raise _bad_file(path, error, "read") from error
+    return cast(IO[bytes], stream)
+
+
+def open_file(path: str) -> BufferedReader | gzip.GzipFile:
+    """path: *.gz is decompressed."""
+    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+
+
+def _bad_file(path: str, error: Exception, verb: str) -> ValueError:
+    why = getattr(error, "strerror", None) or error
+    return ValueError(f"{path}: got {why}, needs a file that can be {verb}")
 
 
 def read_lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
@@ -96,24 +113,28 @@ def text_key(text: str) -> int:
 
 
 class Held:
-    """Lines of input whose results are there, in 8 bytes for each line."""
+    """Lines of input whose results are there, in about 10 bytes for each."""
 
     def __init__(self) -> None:
-        self.num = self.num_failed = 0
-        self._keys = array("Q")  # by line number; 0: has no result, 2: has one without custom_id
+        self.num = self.num_failed = self.last = 0  # last: the highest number
+        # By line number, in pages, as a foreign file may have any number. 0: has no result, 2: has
+        # one without custom_id.
+        self._pages: dict[int, array[int]] = {}
 
     def add(self, number: int, custom_id: str | None, is_failed: bool) -> None:
-        if number >= len(self._keys):
-            self._keys.frombytes(bytes(8 * (number + 1 - len(self._keys))))
-        if self._keys[number]:
+        page, place = divmod(number, PAGE)
+        keys = self._pages.get(page) or self._pages.setdefault(page, array("Q", bytes(8 * PAGE)))
+        if keys[place]:
             raise ValueError(f"it has two results for line {number}")
-        self._keys[number] = 2 if custom_id is None else text_key(custom_id)
+        keys[place] = 2 if custom_id is None else text_key(custom_id)
+        self.last = max(self.last, number)
         self.num += 1
         self.num_failed += is_failed
 
     def has(self, number: int, custom_id: str | None) -> bool:
         """Raises ValueError if that line was another one."""
-        found = self._keys[number] if number < len(self._keys) else 0
+        keys = self._pages.get(number // PAGE)
+        found = keys[number % PAGE] if keys else 0
         if found and found != (2 if custom_id is None else text_key(custom_id)):
             got = f"custom_id {custom_id!r:.80}, which is not that of its result"
             need = "the input that the output was made from, try it or another output file"
@@ -130,7 +151,7 @@ class ResultFile:
         """path: "-" is standard output. resume: keep and read what it holds, without a torn end.
 
         known_result: what a line of it says; ValueError if it is none. Raises ValueError for a file
-        that would be lost or mixed up, OSError for one that cannot be written.
+        that would be lost or mixed up, or cannot be written.
         """
         self.held = Held()
         self._compressor = zlib.compressobj(wbits=31) if path.endswith(".gz") else None
@@ -143,7 +164,10 @@ class ResultFile:
         if exists and not resume and os.path.isfile(path):
             need = "--resume to go on with them, or another name"
             raise ValueError(f"{path}: has results already, needs {need}")
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        except OSError as error:
+            raise _bad_file(path, error, "written") from error
         try:
             self._lock(path)
             if exists and resume:
@@ -178,7 +202,7 @@ class ResultFile:
         if self._compressor is not None:
             self._rewrite_whole(path)
         num_bytes = 0
-        with open_input(path) as stream:
+        with open_file(path) as stream:
             for line in whole_lines(stream):
                 num_bytes += len(line)
                 if text := line.strip():
@@ -191,16 +215,17 @@ class ResultFile:
 
     def _rewrite_whole(self, path: str) -> None:
         """A gzip file cannot be cut in its middle."""
-        copy = f"{path}.resume"
-        with open_input(path) as old, gzip.open(copy, "wb") as new:
+        real = os.path.realpath(path)  # a link stays one
+        copy = f"{real}.resume"
+        with open_file(path) as old, gzip.open(copy, "wb") as new:
             new.writelines(whole_lines(old))
-        os.replace(copy, path)
+        os.replace(copy, real)
         os.close(self._fd)
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND)
         self._lock(path)
 
 
-def whole_lines(stream: IO[bytes]) -> Iterator[bytes]:
+def whole_lines(stream: Iterable[bytes]) -> Iterator[bytes]:
     try:
         for line in stream:
             if not line.endswith(b"\n"):

@@ -28,7 +28,7 @@ PROMPT_FIELDS = {"prompt", "messages", "prompt_token_ids"}
 _TRANSLATED = {"max_completion_tokens", "response_format", "stream", "top_logprobs"}
 _PLAIN_FIELDS = {"custom_id", *PROMPT_FIELDS, *CHAT_FIELDS}
 _OPENAI_FIELDS = {"model", "messages", "prompt", *_TRANSLATED, *_NO_EFFECT, *CHAT_FIELDS}
-_SAME = SAMPLING_FIELDS - {"logprobs", "logit_bias"}  # need no translation
+_SAME = SAMPLING_FIELDS - {"logprobs"}  # need no translation
 _URLS = {True: "/v1/chat/completions", False: "/v1/completions"}
 MAX_CACHED_PARAMS = 256
 _decode = json.JSONDecoder().raw_decode  # json.loads looks for spaces, which are off already
@@ -63,7 +63,7 @@ class LineReader:
     def __init__(self, defaults: Mapping[str, Any]) -> None:
         """defaults: of SamplingParams, where a line does not say."""
         self._defaults = dict(defaults)
-        self._default_params = SamplingParams(**defaults)
+        self._default_params = _sampling_params(self._defaults)
         self._cached: dict[str, SamplingParams] = {}  # many lines ask for the same
 
     def read(self, number: int, raw: bytes) -> Line:
@@ -144,7 +144,7 @@ class LineReader:
         if params is None:
             for name in values.keys() - SAMPLING_FIELDS:
                 raise _unknown(name, SAMPLING_FIELDS | known)
-            params = SamplingParams(**{**self._defaults, **values})
+            params = _sampling_params({**self._defaults, **values})
             if len(self._cached) >= MAX_CACHED_PARAMS:
                 self._cached.clear()
             self._cached[key] = params
@@ -216,8 +216,6 @@ def _translate(values: dict[str, Any], is_chat: bool) -> None:
             raise TypeError("logprobs: needs true or false, and true where top_logprobs is given")
         if wanted:
             values["logprobs"] = num
-    if isinstance(values.get("logit_bias"), dict):
-        values["logit_bias"] = {_token_id(k): bias for k, bias in values["logit_bias"].items()}
     if "response_format" in values:
         schema = _schema(values.pop("response_format"))
         if schema is not None:
@@ -226,7 +224,16 @@ def _translate(values: dict[str, Any], is_chat: bool) -> None:
             values["structured_outputs"] = {"json_schema": schema}
 
 
-def _token_id(key: str) -> int:
+def _sampling_params(values: dict[str, Any]) -> SamplingParams:
+    """JSON has token ids as strings where they are keys."""
+    if isinstance(biases := values.get("logit_bias"), dict):
+        values = {**values, "logit_bias": {_token_id(key): biases[key] for key in biases}}
+    return SamplingParams(**values)
+
+
+def _token_id(key: Any) -> Any:
+    if not isinstance(key, str):
+        return key
     if not key.isdecimal() or len(key) > 10:
         raise TypeError(f"logit_bias key: got {key!r:.40}, needs a token id")
     return int(key)

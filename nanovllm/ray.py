@@ -229,6 +229,7 @@ def _is_parquet(path: str) -> bool:
 
 def _run_lines(job: run_batch.Job, ray: Any) -> int:
     """The output is one file, written here, so that it can be gone on with."""
+    open_input(job.source).close()  # before an output is made
     results = ResultFile(job.target, job.resume, known_result)
     with closing(results), run_batch.Progress(None, results.held, is_shown=False) as progress:
         for table in _predict_lines(job, ray, results.held).iter_batches(

@@ -53,9 +53,16 @@ def run_batch(job: Job) -> int:
 
 
 def _run_batch(job: Job) -> int:
-    results = batch_files.ResultFile(job.target, job.resume, known_result)
-    with closing(results), Progress(batch_files.count_lines(job.source), results.held) as progress:
-        with batch_files.open_input(job.source) as stream:
+    # The input comes first: without one, no output is made.
+    with (
+        batch_files.open_input(job.source) as stream,
+        closing(batch_files.ResultFile(job.target, job.resume, known_result)) as results,
+    ):
+        num_lines = batch_files.count_lines(job.source)
+        if num_lines is not None and results.held.last > num_lines:
+            got = f"it has line {results.held.last:,} of an input of {num_lines:,}"
+            raise ValueError(f"{job.target}: cannot go on with it, {got}")
+        with Progress(num_lines, results.held) as progress:
             lines = new_lines(stream, LineReader(job.defaults), results.held)
             _run(job, lines, results, progress)
     progress.say_summary()

@@ -31,8 +31,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # (70).
 # Then shared prefixes that attention reads once (issue 7): groups and work lists (110), the kernel
 # and the merge of its results (180), the CPU's way (60), graphs and inputs (60). Two passes over
-# the rest took 470 lines out before.
-MAX_PACKAGE_LINES = 10100
+# the rest took 470 lines out before. Then what a day of use by others found (100): errors of
+# generate_each, run-batch and chat by name, interrupts that leave ranks in step.
+MAX_PACKAGE_LINES = 10210
 MAX_FILE_LINES = 240
 MAX_FUNCTION_LINES = 60
 # The exceptions, each with a limit of its own. A file holds the reference, the kernel and the

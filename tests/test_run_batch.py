@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import pytest
 
@@ -19,7 +20,7 @@ from nanovllm.batch_files import (
     Held,
     ResultFile,
     TextSet,
-    open_input,
+    open_file,
     read_lines,
     whole_lines,
 )
@@ -146,6 +147,15 @@ def test_defaults_are_for_lines_that_do_not_say():
     assert params[0] is params[2]
 
 
+def test_keys_of_logit_bias_are_strings_in_json():
+    plain = {"prompt": "x", "logit_bias": {"5": 3.0}}
+    wanted = SamplingParams(logit_bias={5: 3.0})
+    assert good(plain).params == good(openai("a", **plain)).params == wanted
+    as_default = LineReader({"logit_bias": {"5": 3.0}}).read(1, b'{"prompt": "x", "n": 2}')
+    assert as_default.params == SamplingParams(n=2, logit_bias={5: 3.0})
+    assert LineReader({}).read_row(1, {**plain, "logit_bias": {5: 3.0}}).params == wanted
+
+
 BAD = [
     ('{"prompt": "x"', "not JSON in UTF-8"),
     ('{"prompt": "x"} {"prompt": "y"}', "not JSON in UTF-8: more after its end"),
@@ -168,6 +178,7 @@ BAD = [
     ({"prompt": "x", "max_tokens": True}, "max_tokens: got True, needs an integer"),
     ({"prompt": "x", "temperature": float("nan")}, "temperature: got nan, needs a finite number"),
     ({"prompt": "x", "tools": []}, "tools: not a field"),  # of messages
+    ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias key: got 'a', needs a token id"),
     ({"prompt": "x", "custom_id": 3}, "custom_id: got int, needs a string"),
     ({"prompt": "x", "custom_id": "\ud800"}, "custom_id: got a lone surrogate"),
 ]
@@ -277,6 +288,62 @@ def test_results_are_never_overwritten_or_mixed(tmp_path, stub, capsys):
     assert target.read_bytes().startswith(before)
 
 
+@pytest.mark.parametrize("number", [4, 10**9, 99999999999999])
+def test_result_of_a_line_that_the_input_has_not(tmp_path, stub, capsys, number):
+    source = write(tmp_path / "in.jsonl", [{"prompt": "x"}] * 3)
+    target = tmp_path / "out.jsonl"
+    write(target, [{"line": number, "custom_id": None, "error": None}])
+    before = target.read_bytes()
+    assert run(source, target, "--resume") == run_batch.NOT_FINISHED
+    said = f"cannot go on with it, it has line {number:,} of an input of 3\n"
+    assert capsys.readouterr().err.endswith(said)
+    assert target.read_bytes() == before
+
+
+def test_memory_of_held_lines_is_by_their_count():
+    tracemalloc.start()
+    held = Held()
+    for number in [*range(1, 20_001), 10**9, 10**14]:
+        held.add(number, None, False)
+    assert tracemalloc.get_traced_memory()[0] < 300_000
+    tracemalloc.stop()
+    assert held.has(10**14, None) and held.has(20_000, None) and not held.has(20_001, None)
+
+
+def test_file_that_cannot_be_opened_is_said_and_leaves_none(tmp_path, stub, capsys):
+    good_source = write(tmp_path / "in.jsonl", [{"prompt": "x"}])
+    no_gzip = write(tmp_path / "in.gz", [{"prompt": "x"}])
+    (tmp_path / "folder").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    for source, target, error in [
+        ("nope.jsonl", "x.jsonl", "nope.jsonl: got No such file or directory, needs a file"),
+        ("nope.gz", "x.jsonl", "nope.gz: got No such file or directory, needs a file"),
+        ("folder", "x.jsonl", "folder: got Is a directory, needs a file that can be read"),
+        (no_gzip.name, "x.jsonl", "in.gz: got Not a gzipped file (b'{\"'), needs a file"),
+        (good_source.name, "nope/x.jsonl", "x.jsonl: got No such file or directory, needs a file"),
+        (good_source.name, "folder", "folder: got Is a directory, needs a file that can be writ"),
+    ]:
+        for options in [], ["--resume"]:
+            status = run(tmp_path / source, tmp_path / target, *options)
+            assert status == run_batch.NOT_FINISHED
+            said = capsys.readouterr().err
+            assert error in said and said.count("\n") == 1 and "what is written" not in said
+            assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_output_that_is_a_link_stays_one(tmp_path, stub, name):
+    lines = [{"prompt": "x"}, {"prompt": "y"}]
+    (tmp_path / "folder").mkdir()
+    link, real = tmp_path / name, tmp_path / "folder" / f"real.{name}"
+    link.symlink_to(real)
+    assert run(write(tmp_path / "in.jsonl", lines[:1]), link) == run_batch.ALL_DONE
+    assert run(write(tmp_path / "in.jsonl", lines), link, "--resume") == run_batch.ALL_DONE
+    assert link.is_symlink() and not real.is_symlink()
+    assert len(read(real)) == 2
+    assert [path.name for path in real.parent.iterdir()] == [real.name]
+
+
 def test_one_job_at_a_time_writes_a_file(tmp_path):
     first = ResultFile(str(tmp_path / "out"), False, known_result)
     with pytest.raises(ValueError, match="another run-batch"):
@@ -316,6 +383,7 @@ def test_text_set_and_held_lines():
     [
         (["--max-tokens", "0"], "max_tokens: got 0"),
         (["--temperature", "hot"], "temperature: got 'hot'"),
+        (["--logit-bias", '{"a": 3}'], "logit_bias key: got 'a'"),
         (["--tp", "9"], "tensor_parallel_size: got 9"),
         (["--replicas", "2"], "--replicas: needs --ray"),
         (["--no-such-field", "2"], "unrecognized arguments"),
@@ -332,11 +400,12 @@ def test_options_by_the_names_of_fields(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("nanovllm.__main__.run_batch", lambda job: seen.append(job) or 0)
     options = "--tp 2 --max_model_len=99 --no-overlap --dtype float32 --ignore-eos --top_p 0.5"
-    stop = ["--stop", "5", "--logit-bias", '{"1": 2}', "--max-tokens", "null"]
-    assert run("in", "out", *options.split(), *stop[:2], *stop[4:]) == 0
+    more = ["--stop", "5", "--logit-bias", '{"1": 2}', "--max-tokens", "null"]
+    assert run("in", "out", *options.split(), *more) == 0
     config, defaults = seen[0].config, seen[0].defaults
     assert (config.tensor_parallel_size, config.max_model_len, config.overlap) == (2, 99, False)
-    assert defaults == {"ignore_eos": True, "top_p": 0.5, "stop": "5", "max_tokens": None}
+    plain = {"ignore_eos": True, "top_p": 0.5, "stop": "5", "max_tokens": None}
+    assert defaults == {**plain, "logit_bias": {"1": 2}}
 
 
 def test_command_needs_no_torch_to_start():
@@ -420,7 +489,7 @@ def test_logprobs_in_both_formats(tmp_path):
 def count_results(path):
     if not path.exists():
         return 0
-    with open_input(str(path)) as file:
+    with open_file(str(path)) as file:
         return sum(1 for _ in whole_lines(file))
 
 

@@ -4,8 +4,10 @@ The scheduler's are in tests/engine, the loader's in tests/utils, equalities of 
 test_llm.py; here is what needs a whole engine.
 """
 
+import copy
 import gc
 import json
+import pickle
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
+from tests.test_bundled import BUNDLED
 
 CANARY = [3, 1, 4, 1, 5, 9, 2, 6]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -329,3 +332,56 @@ def test_dtype_override_is_honoured(dtype, expected, checkpoint):
         assert llm._runner.dtype == expected
         assert all(p.dtype == expected for p in llm._runner.model.parameters())
         assert len(llm.generate([CANARY], GREEDY, use_tqdm=False)[0]["token_ids"]) == 12
+
+
+def test_what_is_read_after_close_says_so():
+    """A stream, and generate itself, whose callback closes the engine."""
+    with LLM(str(BUNDLED), device="cpu", max_model_len=64) as llm:
+        stream = llm.stream(["a", "b"], GREEDY)
+        next(stream)
+        llm.close()
+        assert llm.is_finished()
+        with pytest.raises(RuntimeError, match="this engine was closed, needs an open one"):
+            list(stream)
+    with LLM(str(BUNDLED), device="cpu", max_model_len=64) as llm:
+        params = [SamplingParams(max_tokens=n) for n in (1, 9)]
+        with pytest.raises(RuntimeError, match="this engine was closed, needs an open one"):
+            llm.generate(["a", "b"], params, use_tqdm=False, on_result=lambda i, o: llm.close())
+
+
+def test_engine_is_not_pickled(llm):
+    for copy_of in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(TypeError, match="pickle: got an engine.* needs to be made where"):
+            copy_of(llm)
+
+
+@pytest.mark.parametrize("sizes", [(10**9, 256), (None, 10**9)])
+def test_pool_that_nothing_could_hold_is_refused(sizes):
+    settings = dict(num_kvcache_blocks=sizes[0], kvcache_block_size=sizes[1])
+    with pytest.raises(ValueError, match="^num_kvcache_blocks: got .* GiB, needs what the device"):
+        LLM(str(BUNDLED), device="cpu", **settings)
+
+
+def test_failed_start_says_nothing_after_its_reason():
+    """Frozen objects that were still there at exit looked like leaks to Triton's bindings."""
+    code = f"from nanovllm import LLM; LLM({str(BUNDLED)!r}, tensor_parallel_size=3, device='cpu')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stderr.splitlines()[-1].startswith("ValueError: tensor_parallel_size: got 3")
+
+
+def test_aborting_all_does_not_search_the_queue_for_each(llm, monkeypatch):
+    """First come, first found: the queue is asked for its head, however long it is."""
+    ids = [llm.add_request([5, 6, 7], GREEDY) for _ in range(50)]
+    scanned = []
+
+    class Queue(type(llm.scheduler.waiting)):
+        def __iter__(self):
+            scanned.append(len(self))
+            return super().__iter__()
+
+    monkeypatch.setattr(llm.scheduler, "waiting", Queue(llm.scheduler.waiting))
+    scanned.clear()
+    for request_id in ids:
+        llm.abort(request_id)
+    assert not scanned
+    assert [output["finish_reason"] for _, output in llm.step()] == ["abort"] * 50

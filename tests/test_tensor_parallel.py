@@ -4,6 +4,8 @@ Which rows of the checkpoint a rank holds is tested in layers/test_parallel_laye
 of the model in models/test_qwen3.py; here are the cache, the sampler and the special rows above.
 """
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -115,3 +117,55 @@ def test_kv_heads_that_fit_no_rank_are_refused_before_any_starts(tiny_checkpoint
     checkpoint = tiny_checkpoint(heads=6, kv_heads=3, head_dim=20, hidden=80, tied=False)
     with pytest.raises(ValueError, match=r"got 2.*num_key_value_heads = 3, try one of \[1, 3, 6\]"):
         LLM(str(checkpoint), tensor_parallel_size=2, **SETTINGS)
+
+
+@pytest.fixture
+def ctrl_c():
+    """A shell's background jobs begin with SIGINT ignored, and so do these tests as one of them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("place", ["launch", "wait", "check"])
+def test_interrupted_ranks_stay_in_step(place, tiny_checkpoint, monkeypatch, ctrl_c):
+    """Ctrl-C in the middle of what they do together waits for its end, and the next call works."""
+    checkpoint = tiny_checkpoint(**SHAPES["two_kv_heads"])
+    prompts = random_prompts(4, 250)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with LLM(str(checkpoint), tensor_parallel_size=2, **SETTINGS) as llm:
+        expected = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+        owner = llm._runner if place == "launch" else llm._loop._workers
+        for at in (1, 2, 7):
+            call, calls = getattr(owner, place), []
+
+            def interrupted(*args, call=call, calls=calls, at=at):
+                calls.append(args)
+                if len(calls) == at:
+                    ctrl_c()
+                return call(*args)
+
+            monkeypatch.setattr(owner, place, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, params, use_tqdm=False)
+            monkeypatch.undo()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            again = [o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)]
+            assert again == expected
+
+
+def test_second_interrupt_does_not_wait(tiny_checkpoint, monkeypatch, ctrl_c):
+    """Of ranks that hang, say; then they are out of step, and the engine says why it ended."""
+    with LLM(str(tiny_checkpoint(heads=4, kv_heads=2)), tensor_parallel_size=2, **SETTINGS) as llm:
+
+        def interrupted_twice(batch):
+            ctrl_c()
+            ctrl_c()
+
+        monkeypatch.setattr(llm._runner, "launch", interrupted_twice)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[1, 2]], use_tqdm=False)
+        with pytest.raises(
+            RuntimeError, match="this engine ended with KeyboardInterrupt in a step"
+        ):
+            llm.generate([[1, 2]], use_tqdm=False)

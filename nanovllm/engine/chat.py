@@ -7,7 +7,7 @@ from types import NoneType
 from typing import Any
 
 from nanovllm.engine import faults
-from nanovllm.engine.prompts import encode
+from nanovllm.engine.prompts import check_text, encode
 
 # A template with such a loop reads content as a list of parts, any other one as a string.
 _READS_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+[\w.\[\"']*content[\"'\]]*\s*(?:[-%|]|if\b)")
@@ -151,7 +151,27 @@ def _check_conversation(name: str, conversation: Any) -> list[Any]:
             if kind != "text" or not isinstance(part.get("text"), str):
                 kind = kind if isinstance(kind, str) else type(kind).__name__
                 raise ValueError(f"{name}[{i}]: got a content part {kind!r:.40} or no text, {need}")
+            check_text(f"{name}[{i}]", part["text"])
+        if isinstance(content, str):
+            check_text(f"{name}[{i}]", content)
+        for j, call in enumerate(faults.listed(calls or ())):
+            _check_call(f"{name}[{i}].tool_calls[{j}]", call)
     return messages
+
+
+def _check_call(name: str, call: Any) -> None:
+    need = "needs {'function': {'name': a string, 'arguments': JSON text or a dict}}"
+    if not isinstance(call, dict):
+        raise TypeError(f"{name}: got {type(call).__name__}, {need}")
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise ValueError(f"{name}: got no function or none that is a dict, {need}")
+    arguments = function.get("arguments")
+    try:
+        json.loads(arguments if isinstance(arguments, str) and arguments else "{}")
+    except (ValueError, RecursionError) as error:
+        got = f"arguments that are no JSON ({error!s:.200})"
+        raise ValueError(f"{name}: got {got}, {need}, try json.dumps") from error
 
 
 def _adapt(messages: list[dict[str, Any]], keeps_parts: bool) -> None:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from numbers import Integral
+from typing import Any
 
 from nanovllm.engine.intake import Intake, known_prompt_ids
 from nanovllm.engine.request import Item, Request, refused
@@ -33,7 +35,7 @@ def feed(
 class _Source:
     def __init__(self, intake: Intake, items: Iterable[Item | None]) -> None:
         self.is_done = False  # nothing will come any more
-        self._intake, self._items = intake, iter(items)
+        self._intake, self._items = intake, enumerate(items)
         self._refused: list[tuple[int, RequestOutput]] = []
 
     def requests(self) -> Iterator[Request | None]:
@@ -41,7 +43,11 @@ class _Source:
         while not self.is_done:
             chunk, is_short = self._next_chunk()
             params = [SamplingParams() if params is None else params for _, _, params in chunk]
-            prepared = self._intake.read([prompt for _, prompt, _ in chunk], params, "return")
+            # A number is a bad prompt, and at the start of a list it would make that one prompt.
+            prompts = [
+                {"prompt_token_ids": p} if isinstance(p, Integral) else p for _, p, _ in chunk
+            ]
+            prepared = self._intake.read(prompts, params, "return")
             for (key, _, _), p in zip(chunk, prepared, strict=True):
                 if p.error is None:
                     yield self._intake.make(replace(p, index=key), turn=key)
@@ -58,12 +64,25 @@ class _Source:
     def _next_chunk(self) -> tuple[list[Item], bool]:
         """And whether there is less than a chunk for now."""
         chunk: list[Item] = []
-        for item in islice(self._items, CHUNK):
+        for i, item in islice(self._items, CHUNK):
             if item is None:
                 return chunk, True
+            _check_item(f"requests[{i}]", item)
             chunk.append(item)
         self.is_done = len(chunk) < CHUNK
         return chunk, False
+
+
+def _check_item(name: str, item: Any) -> None:
+    got = type(item).__name__
+    if isinstance(item, (tuple, list)):
+        key = item[0] if len(item) == 3 else None
+        if isinstance(key, Integral) and 0 <= int(key) < 2**63:
+            return
+        kind = "an integer out of range" if isinstance(key, Integral) else type(key).__name__
+        got = f"{kind} as key" if len(item) == 3 else f"{got} of {len(item)}"
+    need = "needs (key, prompt, SamplingParams or None), the key an integer from 0, below 2**63"
+    raise TypeError(f"{name}: got {got}, {need}, try enumerate(prompts) for the keys")
 
 
 def _without_place(error: Exception, place: int) -> ValueError:

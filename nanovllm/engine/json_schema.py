@@ -23,6 +23,10 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict,
 }
 _LENGTHS = {"minLength", "maxLength"}
+_FORMATS = set(
+    "date time date-time duration email hostname ipv4 ipv6 uuid uri uri-reference uri-template"
+    " json-pointer relative-json-pointer".split()
+)  # xgrammar takes any other for none
 _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 # What the grammar holds an output to, by type.
 _HELD = {
@@ -186,6 +190,9 @@ def _check_values(node: dict[str, Any]) -> None:
             raise ValueError("multipleOf: needs 1 to 1024, of integers without bounds")
     if "number" in types:
         _check_bounds({word: node[word] for word in _BOUNDS & node.keys()})
+    if node.get("format", "date") not in _FORMATS:
+        got, need = f"{node['format']!r:.40}", ", ".join(sorted(_FORMATS))
+        raise ValueError(f"format: an output cannot be held to {got}, needs one of {need}")
     if "pattern" in node:
         check_regex("pattern", node["pattern"])
 

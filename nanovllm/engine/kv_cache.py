@@ -82,17 +82,23 @@ def allocate(
     """Allocate the pool and bind each layer's K and V.
 
     Returns the pool: dtype [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim], zeros,
-    so that slots not written yet hold finite values.
+    so that slots not written yet hold finite values. Raises ValueError where there is no room.
     """
     sizes = (
         2, shape.num_layers, num_blocks, shape.block_size, shape.num_kv_heads, shape.head_dim
     )  # fmt: skip
-    if device.type == "cpu":
-        # numpy's zeros take no memory until a page is written, torch's do at once.
-        num_bytes = num_blocks * shape.bytes_per_block
-        pool = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(shape.dtype).view(sizes)
-    else:
-        pool = torch.zeros(sizes, dtype=shape.dtype, device=device)
+    num_bytes = num_blocks * shape.bytes_per_block
+    try:
+        if device.type == "cpu":
+            # numpy's zeros take no memory until a page is written, torch's do at once.
+            pool = torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(shape.dtype).view(sizes)
+        else:
+            pool = torch.zeros(sizes, dtype=shape.dtype, device=device)
+    except (MemoryError, ValueError, torch.OutOfMemoryError) as error:
+        raise ValueError(
+            f"num_kvcache_blocks: got {num_blocks} blocks of {shape.block_size} tokens, which take"
+            f" {num_bytes >> 30} GiB, needs what the device has free, try fewer"
+        ) from error
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     assert len(layers) == shape.num_layers, (len(layers), shape.num_layers)
     for i, layer in enumerate(layers):

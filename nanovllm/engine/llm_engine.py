@@ -5,7 +5,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -45,9 +45,6 @@ class LLMEngine:
         for settings or a checkpoint that cannot work.
         """
         show_log()
-        # New objects by the thousand set off the garbage collector. It is not to walk through all
-        # of torch's each time, a tenth of a second in which the device waits.
-        gc.freeze()
         self.config = config = Config.from_kwargs(model, **kwargs)
         _check_alone(config)
         checkpoint = resolve_checkpoint(config.model)
@@ -69,6 +66,10 @@ class LLMEngine:
         parts: list[Any] = [workers]
         self._finalizer = weakref.finalize(self, _close, parts)
         _open_engines.add(self)
+        # New objects by the thousand set off the garbage collector. It is not to walk through all
+        # of torch's each time, a tenth of a second in which the device waits. Until _close: what
+        # were frozen at the program's end would look like leaks.
+        gc.freeze()
         try:
             meeting = workers.init_method, workers.has_failed
             self._runner = ModelRunner(
@@ -96,6 +97,12 @@ class LLMEngine:
         self.close()
         if fault is not None and not isinstance(error, EngineDeadError):
             raise fault from error
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "pickle: got an engine, which holds a device and other processes, needs to be made"
+            " where it is used, try LLM(...) there"
+        )
 
     def __enter__(self) -> "LLMEngine":
         return self
@@ -151,14 +158,14 @@ class LLMEngine:
     def abort(self, request_id: int) -> None:
         """End a request between two steps; it comes out with what it has and reason "abort".
 
-        A request that has ended already is left alone. In a callback of generate, or while a
-        stream is read, ids are those of the stream's pieces.
+        A request that has ended already is left alone. While a stream is read, ids are those of its
+        pieces.
         """
         self._loop.abort(request_id)
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running."""
-        return self._loop.is_finished()
+        return not self._finalizer.alive or self._loop.is_finished()
 
     def generate(
         self,
@@ -276,8 +283,7 @@ class LLMEngine:
     exit = close
 
     def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise RuntimeError("this engine was closed, needs an open one, make a new LLM")
+        self._loop.check_open()
 
     def _check_idle(self, call: str) -> None:
         self._check_open()

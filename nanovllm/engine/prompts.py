@@ -42,6 +42,9 @@ def load_tokenizer(checkpoint: Path, **options: Any) -> Any:
         else:
             auto = transformers.AutoTokenizer
             tokenizer = auto.from_pretrained(str(checkpoint), trust_remote_code=False)
+        # The engine has a limit of its own and a sentence for what exceeds it.
+        warned = getattr(tokenizer, "deprecation_warnings", {})
+        warned["sequence-length-is-longer-than-the-specified-maximum"] = True
         for text in PROBES:
             with contextlib.suppress(Exception):  # a text may fail, but not by a panic
                 tokenizer(text)
@@ -187,6 +190,7 @@ def encode(tokenizer: Any, names: list[str], texts: list[str], **kwargs: Any) ->
 
     def encode_one(name: str, text: str) -> Any:
         try:
+            check_text(name, text)
             return faults.call_tokenizer(tokenizer, [text], **kwargs)["input_ids"][0]
         except faults.TokenizerError as error:
             raise ValueError(f"{name}: the tokenizer failed on this text: {error}") from error
@@ -212,11 +216,11 @@ def _open(name: str, item: Any) -> Any:
             need = "a string" if key == "prompt" else "a list of integer token ids"
             raise TypeError(f"{name}: got {type(item).__name__} as {key!r}, needs {need}")
     if isinstance(item, str):
-        _check_text(name, item)
+        check_text(name, item)
     return item
 
 
-def _check_text(name: str, text: str) -> None:
+def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:  # tokenizers would call it a wrong type

@@ -19,6 +19,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -110,18 +111,19 @@ class Scheduler:
 
     def abort(self, seqs: Iterable[Sequence]) -> None:
         """Drop these sequences wherever they are, between two steps; blocks and rows come back."""
-        dropped = {seq.seq_id for seq in seqs if seq.status is not SequenceStatus.FINISHED}
-        waiting, running = list(self.waiting), self.running
-        self.waiting = deque(seq for seq in waiting if seq.seq_id not in dropped)
-        self._num_ordered = min(self._num_ordered, len(self.waiting))
-        self._running = np.array(
-            [seq.row for seq in running if seq.seq_id not in dropped], np.int32
-        )
-        for seq in (seq for seq in waiting + running if seq.seq_id in dropped):
+        for seq in seqs:
+            if seq.status is SequenceStatus.FINISHED:
+                continue
+            if seq.status is SequenceStatus.WAITING:
+                with suppress(ValueError):  # an interrupt came before it was added
+                    self.waiting.remove(seq)
+            else:
+                self._running = self._running[self._running != seq.row]
             if seq.row is not None:
                 self._release(seq)
             seq.status = SequenceStatus.FINISHED
             seq.finish_reason, seq.finished_at = "abort", time.perf_counter()
+        self._num_ordered = min(self._num_ordered, len(self.waiting))
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step's work; None when there is none, or none before update() was called."""

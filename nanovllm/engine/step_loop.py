@@ -4,8 +4,9 @@ It knows requests and what a step gives; which requests there are, and what beco
 results, is up to the engine.
 """
 
+import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,18 +36,23 @@ class StepLoop:
         runner: ModelRunner,
         workers: WorkerGroup,
         overlap: bool,
-        close: Callable[[], object],
+        close: "weakref.finalize[Any, Any]",
     ) -> None:
         """close: ends the engine, when its ranks can no longer work together."""
-        self._close = close
+        self._close, self._end = close, "was closed"
         self._scheduler, self._runner, self._workers = scheduler, runner, workers
         self._overlap = overlap
         self.is_serving = False
         self._requests: dict[int, Request] = {}  # of each unfinished sequence, by its id
+        self._by_id: dict[int, Request] = {}  # those with a sample that has not ended
         self._watched: dict[int, Sample] = {}  # likewise, those that look at each token
         self._ended: list[Request] = []  # aborted since the last step
         # Steps launched and not read back, oldest first: at most one between two calls.
         self._inflight: deque[tuple[ScheduledBatch, StepHandle]] = deque()
+
+    def check_open(self) -> None:
+        if not self._close.alive:
+            raise RuntimeError(f"this engine {self._end}, needs an open one, make a new LLM")
 
     def is_finished(self) -> bool:
         """Whether no request is waiting or running, or has an end that no step has told of."""
@@ -54,7 +60,7 @@ class StepLoop:
 
     def abort(self, request_id: int) -> None:
         """End a request, which the next step tells of; one that has ended is left alone."""
-        request = next((r for r in self._requests.values() if r.request_id == request_id), None)
+        request = self._by_id.pop(request_id, None)
         if request is not None:
             seqs = [s.seq for s in request.samples if s.seq.seq_id in self._requests]
             self._scheduler.abort(seqs)
@@ -63,6 +69,7 @@ class StepLoop:
 
     def add(self, request: Request) -> None:
         seqs = [sample.seq for sample in request.samples]
+        self._by_id[request.request_id] = request
         for sample in request.samples:
             self._requests[sample.seq.seq_id] = request
             if sample.is_watched:
@@ -73,6 +80,7 @@ class StepLoop:
         except BaseException:  # an interrupt
             self._scheduler.abort(seqs)
             self._forget(seqs)
+            del self._by_id[request.request_id]
             raise
 
     def _forget(self, seqs: Iterable[Sequence]) -> None:
@@ -109,6 +117,7 @@ class StepLoop:
         While the host does the second, stores the tokens and makes their text, the device works
         on the first.
         """
+        self.check_open()
         outcome = Outcome(None, self._ended, [])
         self._ended = []
         try:
@@ -140,16 +149,18 @@ class StepLoop:
     @contextmanager
     def _in_step(self) -> Iterator[None]:
         """What goes wrong in here is about all ranks, and ends them."""
-        try:
-            yield
-        except BaseException as error:
-            fault = self._workers.explain(error)
-            if fault is None:  # there is one rank
-                raise
-            self._close()
-            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
-                raise
-            raise fault from error
+        with self._workers.uninterrupted():
+            try:
+                yield
+            except BaseException as error:
+                fault = self._workers.explain(error)
+                if fault is None:  # there is one rank
+                    raise
+                self._end = f"ended with {type(error).__name__} in a step of several ranks"
+                self._close()
+                if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
+                    raise
+                raise fault from error
 
     def _read_back(self, outcome: Outcome) -> None:
         """Wait for the oldest step in flight, and move on the sequences it computed."""
@@ -166,6 +177,7 @@ class StepLoop:
         for request in requests:
             request.num_running -= 1
             if not request.num_running:
+                del self._by_id[request.request_id]
                 outcome.ended.append(request)
 
     def _watch(self, batch: ScheduledBatch, token_ids: Any, outcome: Outcome) -> list[Sequence]:
@@ -201,6 +213,7 @@ class StepLoop:
     def reset(self) -> None:
         self._inflight.clear()
         self._requests.clear()
+        self._by_id.clear()
         self._watched.clear()
         self._ended.clear()
         self._scheduler.reset()

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,7 @@ class WorkerGroup:
         self._fault: EngineDeadError | None = None
         self._is_closing = False
         self._changed = threading.Condition()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="nanovllm watch")
         # Ranks talk on the loopback interface only, unless the user chose another.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -65,7 +66,7 @@ class WorkerGroup:
                 self._spawn(rank)
             if not self._processes:
                 return
-            threading.Thread(target=self._watch, daemon=True, name="nanovllm watch").start()
+            self._watcher.start()
             self._send_all("prepare", lambda rank: {}, config.start_timeout)
             self.wait()
             start = {
@@ -135,6 +136,32 @@ class WorkerGroup:
         distributed.abort()
         return fault
 
+    @contextlib.contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Let Ctrl-C wait for the end of what ranks do together, so that they stay in step.
+
+        A second one does not wait. With one rank there is no need.
+        """
+        handler: Any = signal.getsignal(signal.SIGINT)
+        is_main = threading.current_thread() is threading.main_thread()
+        if not self._processes or not is_main or not callable(handler):
+            yield
+            return
+        held: list[Any] = []
+
+        def hold(*args: Any) -> None:
+            held.append(args)
+            if len(held) > 1:
+                handler(*args)
+
+        signal.signal(signal.SIGINT, hold)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, handler)
+            if held:
+                handler(*held[0])
+
     def ask_to_close(self) -> None:
         """Tell the workers to leave; harmless when they are gone already."""
         self._is_closing = True
@@ -153,6 +180,9 @@ class WorkerGroup:
                     break
                 stop()
             process.wait()
+        # It may be about to say of which of them it has heard.
+        if self._watcher.is_alive() and self._watcher is not threading.current_thread():
+            self._watcher.join()
         for channel in self._channels.values():
             channel.close()
         for fd in self._lifelines:
@@ -203,8 +233,7 @@ class WorkerGroup:
             late = [rank for rank in ranks.values() if rank not in self._replies]
             if fault is None and late and time.monotonic() > self._deadline:
                 fault = EngineTimeoutError(
-                    f"{self._name(late[0])} did not reply in time, see step_timeout and"
-                    " start_timeout"
+                    f"{self._name(late[0])} did not reply in time, see step_timeout, start_timeout"
                 )
             if fault is not None and not self._is_closing:
                 with self._changed:

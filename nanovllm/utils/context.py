@@ -72,7 +72,8 @@ def use_context(ctx: Context) -> Iterator[Context]:
     if _current is not None:
         raise RuntimeError(
             "use_context: got a second context inside an active one, needs one step at a time, "
-            "try leaving the first `with use_context(...)` before entering the next"
+            "try leaving the first `with use_context(...)` before entering the next, and calling"
+            " engines from one thread only"
         )
     _current = ctx
     try:

@@ -31,6 +31,7 @@ DROPS_PARTS = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
     "{% endif %}{% endfor %}"
 )
+CALL = {"type": "function", "function": {"name": "f", "arguments": ""}}
 HELLO = [{"role": "user", "content": "Hello"}]
 TALK = [
     {"role": "user", "content": "Hello, who are you?"},
@@ -210,7 +211,15 @@ def test_nothing_of_the_caller_is_changed(qwen3):
         ([{"role": "user", "content": ["A"]}], r"^messages\[0\]: got a content part 'str'"),
         ([{"role": "user", "content": [{"type": "text"}]}], r"^messages\[0\]: got a content part"),
         ([{"role": "user", "content": [{"type": 5}]}], r"^messages\[0\]: got a content part 'int'"),
-        ([{"role": "user", "content": "A\ud800"}], "^messages: "),
+        (
+            [*HELLO, {"role": "user", "content": "A\ud800"}],
+            r"^messages\[1\]: got a string with a lone surrogate at 1, needs valid Unicode",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}],
+            r"^messages\[0\]: got a string with a lone surrogate at 0, needs valid Unicode",
+        ),
+        ([{"role": "\ud800", "content": "A"}], "^messages: got a string with a lone surrogate"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
             r"^messages\[0\]: got a content part 'image_url'",
@@ -227,10 +236,21 @@ def test_nothing_of_the_caller_is_changed(qwen3):
             [{"role": "a", "content": "A", "tool_calls": NotImplemented}],
             r"^messages\[0\]: got NotImplementedType as tool_calls, needs a list",
         ),
-        ([*HELLO, {"role": "a", "tool_calls": [5]}], "^messages: the chat template failed"),
+        (
+            [*HELLO, {"role": "a", "tool_calls": ["x"]}],
+            r"^messages\[1\]\.tool_calls\[0\]: got str, needs {'function': ",
+        ),
+        (
+            [{"role": "a", "tool_calls": [CALL, {"name": "f"}]}],
+            r"^messages\[0\]\.tool_calls\[1\]: got no function or none that is a dict, needs",
+        ),
+        (
+            [{"role": "a", "tool_calls": [{"function": "f"}]}],
+            r"^messages\[0\]\.tool_calls\[0\]: got no function or none that is a dict, needs",
+        ),
         (
             [{"role": "a", "tool_calls": [{"function": {"arguments": "{"}}]}],
-            "^messages: the chat template failed with JSONDecodeError",
+            r"^messages\[0\]\.tool_calls\[0\]: got arguments that are no JSON .*, needs {'func",
         ),
     ],
 )

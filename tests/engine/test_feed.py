@@ -1,5 +1,6 @@
 """generate_each: any number of requests, of which only a window is taken at a time."""
 
+import numpy as np
 import pytest
 
 from nanovllm import LLM, SamplingParams
@@ -67,6 +68,36 @@ def test_none_is_nothing_for_now(llm):
     assert errors[3].startswith("prompt: got token id 1000000000")
     assert errors[4].startswith("allowed_token_ids: got token id 1000000000")
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    "item, got",
+    [
+        (("row-1", "Hello", None), "str as key"),
+        ((-1, "Hello", None), "an integer out of range as key"),
+        ((2**63, "Hello", None), "an integer out of range as key"),
+        ((3, "a"), "tuple of 2"),
+        ("abc", "str"),
+        (5, "int"),
+    ],
+)
+def test_item_that_is_no_request_is_named(llm, item, got):
+    need = (
+        r"needs \(key, prompt, SamplingParams or None\), the key an integer from 0, below 2\*\*63"
+    )
+    with pytest.raises(TypeError, match=rf"^requests\[2\]: got {got}, {need}, try"):
+        list(llm.generate_each([(2**63 - 1, "Hello", PARAMS), None, item]))
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_number_as_prompt_spoils_no_other_request(llm, order):
+    """A list that begins with one is a prompt of token ids elsewhere."""
+    items = [(0, 5, PARAMS), (1, "Hello", PARAMS), (2, [5], PARAMS), (3, np.int64(5), PARAMS)]
+    found = dict(llm.generate_each(items[::order]))
+    assert [found[key]["finish_reason"] == "error" for key in range(4)] == [1, 0, 0, 1]
+    assert found[0]["error"] == "prompt: got int 5, needs a string or a list of integer token ids"
+    assert found[0]["prompt_token_ids"] == []
 
 
 def test_error_of_the_iterator_comes_through_and_leaves_nothing(llm):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanovllm.engine.json_schema import _FORMATS
 from nanovllm.engine.prompts import load_tokenizer
 from nanovllm.engine.structured import (
     CompiledGrammar,
@@ -437,6 +438,7 @@ BAD_SCHEMAS = [
     string(pattern="a", maxLength=2),
     string(format="date", maxLength=2),
     string(format=5),
+    *(string(format=name) for name in ["bogus", "regex", "iri", "idn-email", "DATE", ""]),
     {"minLength": 2},
     {"minimum": 2},
     {"type": "integer", "minimum": "2"},
@@ -542,7 +544,7 @@ GOOD_SCHEMAS = [
     },
     string(pattern="^(a|b)$"),
     string(pattern=r"^[^$^\]]\$x$"),
-    string(format="uuid"),
+    *(string(format=name) for name in sorted(_FORMATS)),
     {"type": ["integer", "null"], "minimum": 3},
 ]
 
@@ -556,3 +558,19 @@ def test_schema_that_can_be_held_to_is_taken(compiler, walker, schema):
     for text in texts:
         if text is not None:
             jsonschema.validate(json.loads(text), schema, jsonschema.Draft202012Validator)
+
+
+def test_formats_that_are_taken_are_held_to(compiler, tokenizer):
+    """xgrammar takes a format that it does not know for none."""
+
+    def takes(schema):
+        state = compiler.compile({"json_schema": schema}).start()
+        return all(state.accept(i) for i in tokenizer.encode('"{ "'))
+
+    assert takes(string())
+    assert not [name for name in sorted(_FORMATS) if takes(string(format=name))]
+
+
+def test_unknown_format_is_named(compiler):
+    with pytest.raises(ValueError, match="format: an output cannot be held to 'bogus', needs one"):
+        compiler.compile({"json_schema": {"properties": {"a": string(format="bogus")}}})

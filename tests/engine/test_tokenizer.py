@@ -1,6 +1,7 @@
 """The tokenizer without transformers: it is transformers' to the letter, or it is transformers'."""
 
 import json
+import logging
 import random
 import shutil
 import subprocess
@@ -280,3 +281,18 @@ def test_decoder_that_panics_or_is_missing_is_no_different(tmp_path):
     quick = open_tokenizer(write(tmp_path, backend, CONFIG))
     check_equal(quick, load_tokenizer(tmp_path))
     assert find_eos_token_ids(tmp_path, quick, type("C", (), MODEL)) == {quick.eos_token_id}
+
+
+def test_length_is_the_engine_s_to_complain_of(caplog):
+    """transformers would warn of more tokens than its files name, once for each tokenizer."""
+    quick = open_tokenizer(BUNDLED)
+    logger, limit = logging.getLogger("transformers"), quick.whole().model_max_length
+    logger.addHandler(caplog.handler)
+    try:
+        text = "hi " * limit
+        render_chat(quick.whole(), [{"role": "user", "content": text}])
+        for tokenizer in (quick, load_tokenizer(BUNDLED)):
+            assert len(tokenizer([text])["input_ids"][0]) > limit
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []

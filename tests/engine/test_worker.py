@@ -1,5 +1,8 @@
 """The other ranks: the channel to them, their start and their end."""
 
+import threading
+import time
+
 import numpy as np
 import psutil
 import pytest
@@ -8,6 +11,7 @@ import torch
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import kv_cache
 from nanovllm.engine.channel import decode, encode
+from nanovllm.engine.worker_group import WorkerGroup
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -62,3 +66,24 @@ def test_two_ranks_leave_no_process(checkpoint):
         for n in (1, 5, 2, 8, 3):  # R55: the first call worked, the next waited for ever
             assert len(llm.generate([[1, 2]] * n, GREEDY, use_tqdm=False)) == n
     assert worker_processes() == []
+
+
+def test_closing_waits_for_the_watch_to_look_away(checkpoint, monkeypatch):
+    """It hears of a worker's end when the group closes, and asks which process that was."""
+    is_receiving, receive = threading.Event(), WorkerGroup._receive
+    errors = []
+
+    def receive_late(self, rank):
+        is_receiving.set()
+        time.sleep(0.5)
+        return receive(self, rank)
+
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    llm = LLM(str(checkpoint), tensor_parallel_size=2, device="cpu", max_model_len=64)
+    (worker,) = worker_processes()
+    monkeypatch.setattr(WorkerGroup, "_receive", receive_late)
+    worker.kill()
+    assert is_receiving.wait(10)
+    llm.close()
+    assert not any(thread.name == "nanovllm watch" for thread in threading.enumerate())
+    assert not errors
