@@ -32,7 +32,7 @@ class Config:
     dtype: str = "auto"  # compute type; auto: the checkpoint's on CUDA, float32 on the CPU
     device: str = "auto"  # auto: CUDA where there is a GPU, else the CPU
     schedule_policy: str = "fcfs"  # or "prefix": sharers of a prefix together; read by Scheduler
-    cascade_attention: bool = True  # read shared prefixes once for all in decode; Scheduler
+    cascade_attention: bool = True  # decode reads shared prefixes once; Scheduler, ModelRunner
     attention_backend: str = "auto"  # a name from nanovllm.attention, or auto: the fastest
     load_format: str = "auto"  # auto: safetensors; dummy: random weights, for benchmarks
     seed: int = 0  # >= 0, of the sampler's random numbers

@@ -157,6 +157,13 @@ def test_groups_change_no_token(settings, seed, grouped_steps):
     assert len(grouped_steps) == num_grouped, "grouped with cascade_attention=False"
 
 
+def test_work_list_is_made_for_other_groups_only(grouped_steps):
+    prompts = [[*range(5, 5 + 2 * BLOCK), i] for i in range(8)]
+    with make() as llm:
+        llm.generate(prompts, SamplingParams(0, max_tokens=30, ignore_eos=True), use_tqdm=False)
+    assert [groups.tolist() for groups in grouped_steps] == [[[0, 8, 0, 2]]]
+
+
 def test_who_is_aborted_leaves_the_group(grouped_steps):
     """Who ends takes another request of the group along; what they have is as ever."""
     prompts = [[*range(5, 5 + 2 * BLOCK), i] for i in range(12)]

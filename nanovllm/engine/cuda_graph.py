@@ -17,6 +17,7 @@ from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import (
     InputBatch,
     PrefillShape,
+    WorkList,
     build_decode,
     decode_arrays,
     packed_size,
@@ -36,7 +37,6 @@ class StepResult(NamedTuple):
 
 # The model and sampling on given inputs, without a wait for the device.
 Step = Callable[[InputBatch], StepResult]
-WorkList = Callable[[IntArray, int], dict[str, IntArray]]
 
 # Below, reading shared keys once takes longer than reading them again: 32 MiB in a layer of 8 K/V
 # heads of 128, some 8 us, against a launch, its partial results and a larger bucket.
@@ -112,8 +112,7 @@ class DecodeGraphs:
     ) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory.
 
-        work_list: from groups of rows and a bucket's size to the arrays of a SharedPrefixes, or
-            none where a bucket of this size does without.
+        work_list: gives none where a bucket of this size does without.
         """
         self.sizes = bucket_sizes(max_num_seqs)
         self._work_list, self._block_size = work_list, state.block_size

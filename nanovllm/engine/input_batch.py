@@ -22,6 +22,9 @@ from nanovllm.utils.context import Context, SharedPrefixes
 # array aligned, which compilation is used never depends on what else is in the batch.
 _ALIGNMENT = 16
 
+# Groups of a decode's rows and the number of rows -> the arrays of a SharedPrefixes, or none.
+WorkList = Callable[[IntArray, int], dict[str, IntArray]]
+
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
@@ -90,12 +93,8 @@ def prefill_arrays(
     }
 
 
-def build(
-    batch: ScheduledBatch,
-    state: DecodeState,
-    work_list: Callable[[IntArray, int], dict[str, IntArray]],
-) -> InputBatch:
-    """The tensors of a step. work_list: see DecodeGraphs."""
+def build(batch: ScheduledBatch, state: DecodeState, work_list: WorkList) -> InputBatch:
+    """The tensors of a step."""
     if batch.is_prefill:
         return build_prefill(batch, state)
     device, num_seqs = state.num_tokens.device, batch.num_seqs

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from nanovllm.attention import AttentionBackend, select_backend
@@ -20,7 +21,7 @@ from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
 from nanovllm.engine.placement import select_device, select_dtype
-from nanovllm.engine.prefix_groups import work_list
+from nanovllm.engine.prefix_groups import NO_GROUPS, work_list
 from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.row_by_row import each_row, hidden_states
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
@@ -79,6 +80,8 @@ class ModelRunner:
         self.backend, self.backend_reason = self._select_backend(layers[0].head_dim)
         for layer in layers:
             layer.backend = self.backend
+        # Of the last step's groups and rows: most steps have the same.
+        self._known_list: tuple[IntArray, int, dict[str, IntArray]] = NO_GROUPS, 0, {}
         self.group_size = layers[0].num_heads // layers[0].num_kv_heads
         head: Any = self.model.lm_head
         self.sampler = Sampler(head.first_row, head.num_tokens)
@@ -150,9 +153,13 @@ class ModelRunner:
         least, (num_queries, num_keys) = self.backend.min_shared_batch, self.backend.shared_item
         if not self.config.cascade_attention or least is None or num_rows < least:
             return {}
-        rows_per_item = max(num_queries // self.group_size, 1)
-        block_size = self.config.kvcache_block_size
-        return work_list(groups, num_rows, block_size, rows_per_item, num_keys)
+        known_groups, known_rows, lists = self._known_list
+        if num_rows != known_rows or not np.array_equal(groups, known_groups):
+            rows_per_item = max(num_queries // self.group_size, 1)
+            block_size = self.config.kvcache_block_size
+            lists = work_list(groups, num_rows, block_size, rows_per_item, num_keys)
+            self._known_list = groups, num_rows, lists
+        return lists
 
     def _forward(
         self, inputs: InputBatch, all_greedy: bool = False, logits_out: torch.Tensor | None = None
