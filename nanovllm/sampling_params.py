@@ -91,11 +91,11 @@ class SamplingParams:
     @property
     def is_plain(self) -> bool:
         """Drawing the next token needs the logits and the temperature, and nothing else."""
-        full_vocab = self.is_greedy or (self.top_k, self.top_p, self.min_p) == (0, 1, 0)
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
-        changes = self.logit_bias, self.bad_words, self.allowed_token_ids, self.structured_outputs
-        used = any(penalties) or any(changes) or self.min_tokens > 0 or self.logprobs is not None
-        return full_vocab and not used
+        full_vocab = self.temperature == 0 or (self.top_k == self.min_p == 0 and self.top_p == 1)
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty - 1
+        changes = self.logit_bias or self.bad_words or self.allowed_token_ids
+        used = penalties or changes or self.structured_outputs or self.min_tokens > 0
+        return full_vocab and not used and self.logprobs is None
 
 
 # -- one check per kind of field: its name, what was passed, limits -> what is stored --------------

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner
+from nanovllm.engine import model_runner, prefix_groups
 from nanovllm.engine.prefix_groups import DecodeOrder, work_list
 from tests.test_bundled import BUNDLED
 
@@ -137,7 +137,9 @@ def all_tokens(outputs):
     ],
     ids=str,
 )
-def test_groups_change_no_token(settings, seed, grouped_steps):
+def test_groups_change_no_token(settings, seed, grouped_steps, monkeypatch):
+    if "tensor_parallel_size" not in settings:  # other processes would not know
+        monkeypatch.setattr(prefix_groups, "KEY_STEP", 1)
     prompts = random_tree(30, seed=10 + seed)
     params = [
         SamplingParams((0, 0.8)[i % 2], max_tokens=4 + i, ignore_eos=True, seed=i, n=(1, 3)[i % 2])
@@ -161,7 +163,7 @@ def test_work_list_is_made_for_other_groups_only(grouped_steps):
     prompts = [[*range(5, 5 + 2 * BLOCK), i] for i in range(8)]
     with make() as llm:
         llm.generate(prompts, SamplingParams(0, max_tokens=30, ignore_eos=True), use_tqdm=False)
-    assert [groups.tolist() for groups in grouped_steps] == [[[0, 8, 0, 2]]]
+    assert [groups.tolist() for groups in grouped_steps] == [[[0, 8, 0, 2 * BLOCK]]]
 
 
 def test_who_is_aborted_leaves_the_group(grouped_steps):

@@ -30,12 +30,15 @@ class PairedBackend(AttentionBackend):
         self.name = f"{prefill.name} (prefill) + {decode.name} (decode)"
         self.is_graph_safe = decode.is_graph_safe  # only decode steps are captured
         self.fused_max_batch = decode.fused_max_batch
-        self.min_shared_batch, self.shared_item = decode.min_shared_batch, decode.shared_item
+        self.min_shared_batch = decode.min_shared_batch
 
     def unsupported_reason(
         self, device: torch.device, dtype: torch.dtype, head_dim: int
     ) -> str | None:
         return None  # both were asked before they were paired
+
+    def shared_items(self, *args: Any) -> tuple[int, int, int]:
+        return self._decode.shared_items(*args)
 
     def prefill(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._prefill.prefill(*args, **kwargs)

@@ -44,8 +44,6 @@ class AttentionBackend(ABC):
 
     # Decode batches from this size on may come with ctx.shared; None: none may.
     min_shared_batch: int | None = None
-    # Query rows and keys of an item in it: what is computed at once.
-    shared_item: tuple[int, int] = (64, 512)
 
     @abstractmethod
     def unsupported_reason(
@@ -85,6 +83,13 @@ class AttentionBackend(ABC):
         returns: float [num_seqs, num_heads, head_dim]; rows of context length 0 are padding and
             their values are of no use, but never an error
         """
+
+    def shared_items(
+        self, num_heads: int, num_kv_heads: int, device: torch.device
+    ) -> tuple[int, int, int]:
+        """What ctx.shared's items are to be: rows at most, keys at least, and how many of them keep
+        the device busy, so that where there are more they take more keys each."""
+        return 1 << 20, 1 << 20, 1  # as large as groups are
 
     def fused_decode(
         self,

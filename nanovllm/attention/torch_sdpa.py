@@ -25,7 +25,6 @@ class TorchSDPABackend(AttentionBackend):
     """Prefill one sequence at a time, without padding; decode in padded batches."""
 
     name = "torch"
-    shared_item = 1 << 20, 1 << 20  # as large as groups are
 
     def __init__(self) -> None:
         # All layers of a decode step share what was derived from its context by the first.
@@ -128,11 +127,13 @@ class TorchSDPABackend(AttentionBackend):
         """cache: float [num_blocks, block_size, num_kv_heads, head_dim] any layer's K or V."""
         assert ctx.block_tables is not None and ctx.context_lens is not None, "decode needs both"
         lens, tables, items = ctx.context_lens.unsqueeze(1), ctx.block_tables, []
+        skipped = torch.zeros_like(lens)  # first keys of the first block
         if ctx.shared is not None:  # what is left are the rows' own parts
             items = ctx.shared.items[: int(ctx.shared.num_items), :4].tolist()
-            own_starts = ctx.shared.own_starts[:, None]
-            lens = lens - own_starts
-            columns = torch.arange(tables.size(1)) + own_starts // cache.size(1)
+            first_block = ctx.shared.own_starts[:, None] // cache.size(1)
+            skipped = ctx.shared.own_starts[:, None] % cache.size(1)
+            lens = lens - first_block * cache.size(1)
+            columns = torch.arange(tables.size(1)) + first_block
             tables = tables.gather(1, columns.clamp_max_(tables.size(1) - 1))
         shapes = [(tables.size(0), max(ctx.max_context_len, 1))]
         order = inverse = is_padding = None
@@ -143,21 +144,22 @@ class TorchSDPABackend(AttentionBackend):
             if len(shapes) > 1:
                 order = torch.tensor(rows)
                 inverse = order.argsort()
-                lens, tables = lens[order], tables[order]
+                lens, tables, skipped = lens[order], tables[order], skipped[order]
         if lens.device.type != "cpu" or int(lens.min()) == 0:
             is_padding = (ctx.context_lens == 0)[:, None, None]
         max_len = shapes[0][1]
         slots = _slots_of(tables, max_len, cache.size(1)).clamp_min_(0)
         mask: torch.Tensor | None = None
-        if tables.size(0) > 1:
-            is_visible = torch.arange(max_len, dtype=lens.dtype, device=lens.device) < lens
+        if tables.size(0) > 1 or ctx.shared is not None:
+            keys = torch.arange(max_len, dtype=lens.dtype, device=lens.device)
+            is_visible = (keys >= skipped) & (keys < lens)
             # Beyond a sequence's end its first key is read again: other slots may hold NaN, which
             # no mask stops (0 * NaN). Padding rows read any slot and are zeroed after the fact.
             slots = torch.where(is_visible, slots, slots[:, :1])
             mask = cache.new_full((), float("-inf")).masked_fill(is_visible, 0.0)[:, None, None]
-        groups = []
-        first = 0
+        groups, first = [], 0
         for num_seqs, num_keys in shapes:
+            is_whole = num_seqs == 1 and ctx.shared is None
             group = slice(first, first + num_seqs)
             k_rows, v_rows = self._gather_buffers(cache, num_seqs * num_keys)
             kv_shape = (num_seqs, num_keys, *cache.shape[2:])
@@ -168,12 +170,11 @@ class TorchSDPABackend(AttentionBackend):
                     v_rows=v_rows,
                     k=k_rows.view(kv_shape).transpose(1, 2),
                     v=v_rows.view(kv_shape).transpose(1, 2),
-                    mask=None if mask is None or num_seqs == 1 else mask[group, ..., :num_keys],
+                    mask=None if mask is None or is_whole else mask[group, ..., :num_keys],
                 )
             )
             first += num_seqs
-        sizes = [num_seqs for num_seqs, _ in shapes]
-        return _DecodeStep(ctx, order, inverse, is_padding, sizes, groups, items)
+        return _DecodeStep(ctx, order, inverse, is_padding, [n for n, _ in shapes], groups, items)
 
     def _gather_buffers(
         self, cache: torch.Tensor, num_rows: int
@@ -337,6 +338,5 @@ def _attend_causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     if 1 < num_q < num_k:
         # torch's own causal flag aligns the mask at the first key, which fits num_q == num_k only.
         mask = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
-    is_causal = num_q == num_k > 1
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=num_q == num_k > 1)
     return out.permute(2, 0, 1, 3).reshape(num_q, num_heads, head_dim)

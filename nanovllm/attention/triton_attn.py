@@ -6,7 +6,7 @@ Owns the scratch memory of split decode. The kernels are in kernels/.
 import torch
 
 from nanovllm.attention.base import AttentionBackend
-from nanovllm.kernels.launch import missing_triton
+from nanovllm.kernels.launch import gpu, missing_triton
 from nanovllm.kernels.paged_attention import (
     FUSED_MAX_BATCH,
     DecodeWorkspace,
@@ -33,7 +33,6 @@ class TritonBackend(AttentionBackend):
     is_graph_safe = True
     fused_max_batch = FUSED_MAX_BATCH
     min_shared_batch = FUSED_MAX_BATCH + 1
-    shared_item = ITEM_ROWS, ITEM_KEYS
 
     def __init__(self) -> None:
         # (batch, block table width, heads, kv heads, head dim) that the workspace is enough for.
@@ -53,6 +52,12 @@ class TritonBackend(AttentionBackend):
         if head_dim > 256:
             return f"it needs a head_dim of at most 256, not {head_dim}"
         return None
+
+    def shared_items(
+        self, num_heads: int, num_kv_heads: int, device: torch.device
+    ) -> tuple[int, int, int]:
+        rows = max(ITEM_ROWS * num_kv_heads // num_heads, 1)
+        return rows, ITEM_KEYS, max(gpu(device).num_sms // num_kv_heads, 1)
 
     def prefill(
         self,

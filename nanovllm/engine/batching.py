@@ -16,7 +16,7 @@ def build_prefill(
     starts = table.num_cached_tokens[rows]
     ends = starts + counts
     is_sampled = ends == table.num_tokens[rows]
-    pieces = [slice(s, e) for s, e in zip(starts.tolist(), ends.tolist(), strict=True)]
+    pieces = list(map(slice, starts.tolist(), ends.tolist()))
     prompt_logprobs, next_ids = table.prompt_logprobs[rows], np.empty(0, np.int32)
     if prompt_logprobs.max() < 0:
         prompt_logprobs = next_ids
@@ -36,7 +36,7 @@ def build_prefill(
         is_sampled=is_sampled,
         all_greedy=not table.temperatures[rows[is_sampled]].any(),
         input_ids=np.concatenate(
-            [table.token_ids[r, piece] for r, piece in zip(rows, pieces, strict=True)]
+            [table.token_ids[r, piece] for r, piece in zip(row_list, pieces, strict=True)]
         ),
         block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
         temperatures=table.temperatures[rows],

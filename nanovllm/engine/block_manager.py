@@ -77,7 +77,7 @@ class BlockManager:
         """
         hits = self._find_cached_blocks(seq)
         num_new = -(-seq.num_tokens // self.block_size) - len(hits)
-        num_free_hits = sum(self._ref_counts[block] == 0 for block in hits)
+        num_free_hits = [self._ref_counts[block] for block in hits].count(0)
         if num_new + num_free_hits + num_reserved > len(self._free):
             return False
         for block in hits:
@@ -132,7 +132,7 @@ class BlockManager:
 
     def free(self, seq: Sequence, forget: bool = False) -> None:
         """Release a sequence's blocks; forget: also unpublish those nobody else holds."""
-        for block in seq.block_table[::-1].tolist():
+        for block in reversed(seq.block_table.tolist()):
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
@@ -142,7 +142,8 @@ class BlockManager:
 
     def _take_free_block(self) -> int:
         block, _ = self._free.popitem(last=False)
-        self._unpublish(block)
+        if self._content_ids[block] != _ROOT:
+            self._unpublish(block)
         self._ref_counts[block] = 1
         return block
 
@@ -188,10 +189,11 @@ class BlockManager:
         many; or (-1, 0). The last token of a block is never copied, since who fills it publishes
         it, nor is the prompt's, whose logits are needed."""
         start = len(hits) * self.block_size
-        tokens = seq.token_ids[start : min(start + self.block_size, seq.num_tokens) - 1]
+        end = min(start + self.block_size, seq.num_tokens) - 1
         best = -1, 0
-        if len(tokens) < self.MIN_COPIED_TOKENS or seq.num_prompt_logprobs >= 0:
+        if end - start < self.MIN_COPIED_TOKENS or seq.num_prompt_logprobs >= 0:
             return best
+        tokens = seq.token_ids[start:end]
         siblings = self._children.get(self._content_ids[hits[-1]] if hits else _ROOT, {})
         for block in islice(reversed(siblings), self.MAX_SOURCES):
             differs = self._tokens[block, : len(tokens)] != tokens
@@ -207,7 +209,10 @@ class BlockManager:
         return block if np.array_equal(self._tokens[block], tokens) else None
 
     def _block_hashes(self, seq: Sequence, num_blocks: int) -> list[int]:
-        hashes, tokens, size = seq.block_hashes, seq.token_ids, self.block_size
+        hashes, size = seq.block_hashes, self.block_size
+        if len(hashes) >= num_blocks:
+            return hashes
+        tokens = seq.token_ids
         for i in range(len(hashes), num_blocks):
             parent_hash = hashes[-1] if hashes else 0
             hashes.append(self.compute_hash(tokens[i * size : (i + 1) * size], parent_hash))

@@ -8,6 +8,7 @@ replays the smallest bucket that holds it; the rows past the batch are padding.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ class StepResult(NamedTuple):
 
 # The model and sampling on given inputs, without a wait for the device.
 Step = Callable[[InputBatch], StepResult]
+Capture = Callable[[Callable[[], StepResult]], tuple[torch.cuda.CUDAGraph, StepResult]]
 
 # Below, reading shared keys once takes longer than reading them again: 32 MiB in a layer of 8 K/V
 # heads of 128, some 8 us, against a launch, its partial results and a larger bucket.
@@ -49,9 +51,18 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
-def capture(step: Callable[[], StepResult], pool: Any) -> tuple[torch.cuda.CUDAGraph, StepResult]:
-    # Once outside: kernels are compiled and libraries initialised where that is legal.
-    step()
+def capture(
+    step: Callable[[], StepResult],
+    rehearsal: Callable[[], AbstractContextManager[None]],
+    pool: Any,
+) -> tuple[torch.cuda.CUDAGraph, StepResult]:
+    """A step's graph and what its replays leave their results in.
+
+    rehearsal: what it is run within once before, launching all kernels that it launches here.
+    """
+    # Kernels are compiled and libraries initialised where that is legal.
+    with rehearsal():
+        step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
@@ -64,7 +75,12 @@ class _DecodeBucket:
     one sends nothing."""
 
     def __init__(
-        self, size: int, step: Step, state: DecodeState, lists: dict[str, IntArray], pool: Any
+        self,
+        size: int,
+        step: Step,
+        state: DecodeState,
+        lists: dict[str, IntArray],
+        capture: Capture,
     ) -> None:
         """lists: a work list as large as any may get; none where rows are read one by one."""
         self._size, self._device = size, state.num_tokens.device
@@ -82,7 +98,7 @@ class _DecodeBucket:
             rows, new_blocks = tensors["rows"], tensors["new_blocks"]
             return step(build_decode(rows, new_blocks, state, max_context_len, shared))
 
-        self._graph, self._result = capture(captured, pool)
+        self._graph, self._result = capture(captured)
 
     def _make_inputs(
         self, arrays: dict[str, IntArray]
@@ -108,14 +124,19 @@ class _DecodeBucket:
 
 class DecodeGraphs:
     def __init__(
-        self, step: Step, state: DecodeState, work_list: WorkList, max_num_seqs: int, pool: Any
+        self,
+        step: Step,
+        state: DecodeState,
+        work_list: WorkList,
+        max_num_seqs: int,
+        capture: Capture,
     ) -> None:
         """Capture every bucket, the largest first, so that the others fit into its memory.
 
         work_list: gives none where a bucket of this size does without.
         """
         self.sizes = bucket_sizes(max_num_seqs)
-        self._work_list, self._block_size = work_list, state.block_size
+        self._work_list = work_list
         self._plain: dict[int, _DecodeBucket] = {}
         self._shared: dict[int, _DecodeBucket] = {}
         for size in reversed(self.sizes):
@@ -124,8 +145,8 @@ class DecodeGraphs:
             is_kept = size == 32 or size % (64 if size < 256 else 128) == 0
             lists = work_list(NO_GROUPS, size) if is_kept or size == max_num_seqs else {}
             if lists:
-                self._shared[size] = _DecodeBucket(size, step, state, lists, pool)
-            self._plain[size] = _DecodeBucket(size, step, state, {}, pool)
+                self._shared[size] = _DecodeBucket(size, step, state, lists, capture)
+            self._plain[size] = _DecodeBucket(size, step, state, {}, capture)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a decode batch, or None where no bucket holds it.
@@ -143,8 +164,8 @@ class DecodeGraphs:
     def _saves_enough(self, groups: IntArray) -> bool:
         if not len(groups) or not self._shared:
             return False
-        rows, blocks = groups[:, 1] - groups[:, 0], groups[:, 3] - groups[:, 2]
-        return int(((rows - 1) * blocks).sum()) * self._block_size >= _MIN_SAVED_KEYS
+        rows, keys = groups[:, 1] - groups[:, 0], groups[:, 3] - groups[:, 2]
+        return int(((rows - 1) * keys).sum()) >= _MIN_SAVED_KEYS
 
 
 # (tokens, sequences) of a captured prefill. Launching the kernels of a prefill one by one takes the
@@ -163,7 +184,7 @@ class PrefillGraphs:
         step: Step,
         state: DecodeState,
         max_num_tokens: int,
-        pool: Any,
+        capture: Capture,
     ) -> None:
         """Capture short prefills without cached context, the largest first.
 
@@ -191,7 +212,7 @@ class PrefillGraphs:
                 return step(prefill_inputs(tensors, state, lens, lens, has_cached_context=False))
 
             self._inputs[shape] = buffer
-            self._graphs[shape], self._results[shape] = capture(captured, pool)
+            self._graphs[shape], self._results[shape] = capture(captured)
 
     def replay(self, batch: ScheduledBatch) -> StepResult | None:
         """Launch a prefill batch, or None where no bucket holds it."""

@@ -37,6 +37,19 @@ def attempt(function: Callable[..., Any], name: str, *args: Any) -> Any:
         return error
 
 
+def attempt_each(
+    function: Callable[..., Any], name: str, items: list[Any], *args: Any
+) -> list[Any]:
+    """attempt for each item of a list that has this name: function(name of the item, item, *args).
+
+    Where all are good, which is usual, no names are needed.
+    """
+    try:
+        return [function(name, item, *args) for item in items]
+    except Exception:
+        return [attempt(function, f"{name}[{i}]", item, *args) for i, item in enumerate(items)]
+
+
 def settle(results: list[Any], on_error: Any) -> list[Any]:
     """The results with errors in their places ("return"), or none but good ones ("raise")."""
     is_text = issubclass(type(on_error), str)  # isinstance asks the caller's object

@@ -26,7 +26,7 @@ class Means:
     grammar: CompiledGrammar | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prepared:
     """One prompt, checked, or why it cannot be run."""
 
@@ -48,6 +48,8 @@ class Intake:
         self._eos_token_ids = eos_token_ids
         self._reader = PromptReader(tokenizer, vocab_size, max_len)
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+        # Of most params, with neither stop tokens nor words nor a grammar, by their ignore_eos.
+        self._usual_means = Means(tuple(sorted({*eos_token_ids})), (), None), Means((), (), None)
         self._num_requests = 0
 
     def read(self, prompts: Any, params: Any, on_error: str = "raise") -> list[Prepared]:
@@ -55,19 +57,13 @@ class Intake:
         now = time.perf_counter()
         prompt_ids = self._reader.read(prompts, on_error)
         checked = read_sampling_params(params, len(prompt_ids), self._vocab_size, on_error)
-        # Usually many prompts share one SamplingParams object, and then one error.
-        known: dict[int, Any] = {}
-        for i, p in enumerate(checked):
-            if id(p) not in known:
-                name = f"sampling_params[{i}]" if isinstance(params, (list, tuple)) else ""
-                known[id(p)] = p if isinstance(p, Exception) else attempt(self._mean, name, p)
-        means = settle([known[id(p)] for p in checked], on_error)
-        return [
-            Prepared(
-                i, ids, p, m, now, next((x for x in (ids, p, m) if isinstance(x, Exception)), None)
-            )
-            for i, (ids, p, m) in enumerate(zip(prompt_ids, checked, means, strict=True))
-        ]
+        means = settle(self._mean_each(checked, isinstance(params, (list, tuple))), on_error)
+        prepared = []
+        for i, (ids, p, m) in enumerate(zip(prompt_ids, checked, means, strict=True)):
+            # Where params are an error, so is what they mean.
+            error = ids if isinstance(ids, Exception) else m if isinstance(m, Exception) else None
+            prepared.append(Prepared(i, ids, p, m, now, error))
+        return prepared
 
     def make(
         self, prepared: Prepared, is_streamed: bool = False, turn: int | None = None
@@ -79,6 +75,23 @@ class Intake:
             seqs[0].num_prompt_logprobs = prepared.params.prompt_logprobs
         self._num_requests += 1
         return Request(prepared.index, seqs, self._tokenizer, is_streamed, prepared.called_at)
+
+    def _mean_each(self, checked: list[Any], is_list: bool) -> list[Any]:
+        """What each one's params mean; an error where they have no meaning or are one."""
+        # Usually many prompts share one SamplingParams object, and then one error.
+        known: dict[int, Any] = {}
+        for i, p in enumerate(checked):
+            if id(p) in known:
+                continue
+            if isinstance(p, Exception):
+                known[id(p)] = p
+            elif type(p) is SamplingParams and not (
+                p.stop_token_ids or p.bad_words or p.structured_outputs
+            ):
+                known[id(p)] = self._usual_means[p.ignore_eos]
+            else:
+                known[id(p)] = attempt(self._mean, f"sampling_params[{i}]" if is_list else "", p)
+        return [known[id(p)] for p in checked]
 
     def _mean(self, name: str, params: SamplingParams) -> Means:
         stop_ids = {*(params.stop_token_ids or ())}

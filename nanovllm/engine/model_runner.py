@@ -6,6 +6,7 @@ It turns a ScheduledBatch into sampled tokens. It knows tensors, never sequences
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,14 @@ import torch
 
 from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.config import Config
-from nanovllm.engine import input_batch, kv_cache
+from nanovllm.engine import cuda_graph, input_batch, kv_cache
 from nanovllm.engine.batching import warm_up_batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, PrefillGraphs, StepResult
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import InputBatch
 from nanovllm.engine.kv_cache import CacheShape
 from nanovllm.engine.placement import select_device, select_dtype
-from nanovllm.engine.prefix_groups import NO_GROUPS, work_list
+from nanovllm.engine.prefix_groups import NO_GROUPS, key_step, work_list
 from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.row_by_row import each_row, hidden_states
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
@@ -82,7 +83,7 @@ class ModelRunner:
             layer.backend = self.backend
         # Of the last step's groups and rows: most steps have the same.
         self._known_list: tuple[IntArray, int, dict[str, IntArray]] = NO_GROUPS, 0, {}
-        self.group_size = layers[0].num_heads // layers[0].num_kv_heads
+        self._heads = layers[0].num_heads, layers[0].num_kv_heads
         head: Any = self.model.lm_head
         self.sampler = Sampler(head.first_row, head.num_tokens)
         self.num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
@@ -150,14 +151,14 @@ class ModelRunner:
 
     def _work_list(self, groups: IntArray, num_rows: int) -> dict[str, IntArray]:
         """What rows of a decode share, as arrays of a SharedPrefixes; none if that is not used."""
-        least, (num_queries, num_keys) = self.backend.min_shared_batch, self.backend.shared_item
+        least = self.backend.min_shared_batch
         if not self.config.cascade_attention or least is None or num_rows < least:
             return {}
         known_groups, known_rows, lists = self._known_list
         if num_rows != known_rows or not np.array_equal(groups, known_groups):
-            rows_per_item = max(num_queries // self.group_size, 1)
-            block_size = self.config.kvcache_block_size
-            lists = work_list(groups, num_rows, block_size, rows_per_item, num_keys)
+            items = self.backend.shared_items(*self._heads, self.device)
+            step = key_step(self.config.kvcache_block_size)
+            lists = work_list(groups, num_rows, step, *items)
             self._known_list = groups, num_rows, lists
         return lists
 
@@ -248,13 +249,15 @@ class ModelRunner:
         """Run the largest step there can be, so that the allocator's peak is known.
 
         The largest prefill, then sampling at the largest batch: with a large vocabulary the
-        logits of max_num_seqs rows outgrow the activations.
+        logits of max_num_seqs rows outgrow the activations. How many layers there are is all the
+        same: each leaves its memory to the next.
         """
         config = self.config
         num_full, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
         lens = [self.max_model_len] * num_full + [rest] * (rest > 0)
-        self.launch(warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
-        self.launch(warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
+        with self.model.shortened():
+            self.launch(warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
+            self.launch(warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
     @torch.inference_mode()
     def _compile_prefills(self) -> None:
@@ -267,7 +270,8 @@ class ModelRunner:
         for num_seqs in {min(2, self.num_rows), min(257, self.num_rows)}:
             for num_cached in (0, 1):
                 batch = warm_up_batch([length] * num_seqs, block_size, num_cached)
-                self._forward(input_batch.build(batch, self.state, self._work_list))
+                with self.model.shortened():
+                    self._forward(input_batch.build(batch, self.state, self._work_list))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
@@ -279,8 +283,9 @@ class ModelRunner:
         shape = (self.num_rows, self.model.lm_head.num_rows)
         self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
         step, state = self._captured_forward, self.state
-        self.decode_graphs = DecodeGraphs(step, state, self._work_list, max_num_seqs, pool)
+        capture = partial(cuda_graph.capture, rehearsal=self.model.shortened, pool=pool)
+        self.decode_graphs = DecodeGraphs(step, state, self._work_list, max_num_seqs, capture)
         # NCCL's sums stay out of prefills' graphs, which would gain little.
         row_bytes = self.model.lm_head.weight[0].nbytes
         limit = min(config.max_num_batched_tokens, distributed.max_rows_of_sums(row_bytes))
-        self.prefill_graphs = PrefillGraphs(step, state, limit, pool)
+        self.prefill_graphs = PrefillGraphs(step, state, limit, capture)

@@ -36,7 +36,8 @@ def check_params(name: str, params: Any, vocab_size: int | None) -> SamplingPara
     """These params, which are of the right type and fit a vocabulary; else it raises."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"{name}: got {type(params).__name__}, needs a SamplingParams")
-    if vocab_size is None:
+    ids = params.logit_bias or params.allowed_token_ids or params.stop_token_ids
+    if vocab_size is None or not (ids or params.logprobs or params.prompt_logprobs):
         return params
     for field in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         ids = getattr(params, field) or ()

@@ -17,6 +17,7 @@ import select
 import shutil
 import signal
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,8 @@ def start_compiling(config: Config, hf_config: Any, max_model_len: int) -> Compi
         return None
     logger.info("compiling kernels for this model, once, in %d processes", num_children)
     claims = Path(tempfile.mkdtemp(prefix="nanovllm-compile-"))
+    with suppress(ImportError, AttributeError):  # a hash of all of Triton: once, not in each child
+        importlib.import_module("triton.runtime.cache").triton_key()
     done_fd, child_fd = os.pipe()
     pids = []
     for _ in range(num_children):
@@ -140,7 +143,7 @@ def _compute_nothing(num_ranks: int) -> None:
         (driver.active, "get_current_stream", lambda device: 0),
         (launch, "gpu", lambda device: facts),
         (launch, "use_triton", lambda tensor: True),
-        (cuda_graph, "capture", lambda step, pool: (None, step())),
+        (cuda_graph, "capture", lambda step, rehearsal, pool: (None, step())),
         (F, "linear", lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], len(weight)))),
         (torch, "mm", lambda x, weight, out: out),
         (F, "embedding", lambda ids, weight: weight.new_empty((*ids.shape, weight.size(1)))),

@@ -1,21 +1,24 @@
-"""Which running sequences share leading blocks, so that attention can read these once for all.
+"""Which running sequences share leading keys, so that attention can read these once for all.
 
 Two sequences share a block when their tables name the same one: the prefix cache gave it to both.
 Whoever shares stands together in the batch. A group is a run of rows and a run of their leading
-blocks; groups nest, and what is left of a row's context is its own. Four rows, blocks of 256:
+keys; groups nest, and what is left of a row's context is its own. Four rows, blocks of 256:
 
-    row   block table              group (rows 0-4, blocks 0-2), below it (rows 0-2, blocks 2-4)
+    row   block table              group (rows 0-4, keys 0-512), below it (rows 0-2, keys 512-1024)
      0    7 2 | 5 8 | 1 4
-     1    7 2 | 5 8 | 3            work list for items of up to 2 rows and 2 blocks:
+     1    7 2 | 5 8 | 3            work list for items of up to 2 rows and 512 keys:
      2    7 2 | 6                    item   rows 0-2, keys    0-512     slot 0
      3    7 2 | 9 0                  item   rows 2-4, keys    0-512     slot 0
                                      item   rows 0-2, keys  512-1024    slot 1
                                      own starts  1024 1024 512 512      partial starts  0 2 4 5 6
 
 An item's result for row r is partial number (partial start of r + slot), and attention of the row
-ends by merging its partials with its own part. Full blocks only are shared, written by steps before
-this one, and no row starts or stops sharing while it decodes: all this stays until a row comes or
-goes.
+ends by merging its partials with its own part. Only what steps before this one wrote is shared, and
+no row starts or stops sharing while it decodes: all this stays until a row comes or goes.
+
+Where the tables part, a group may still go on: while its rows' tokens are the same, so are their
+keys, each in a block of its own, and the first row's do for all. Samples of one prompt share all of
+it in this way.
 """
 
 import numpy as np
@@ -24,11 +27,14 @@ import numpy.typing as npt
 from nanovllm.engine.sequence import IntArray, SequenceTable
 
 MAX_LEVELS = 4  # of groups in groups
+KEY_STEP = 64  # groups end at multiples of a kernel's tile, unless blocks are no multiple of it
 NO_GROUPS: IntArray = np.empty((0, 4), np.int32)
 
 
 class DecodeOrder:
     """The order in which running sequences decode, and their groups; kept until one comes or goes.
+
+    Groups are int32 [num_groups, 4]: first row and end in this order, first key and end.
 
     Longest first: attention over a long context must not start last. All contexts grow alike, so
     that the order stays and a step sends the device no new rows.
@@ -39,12 +45,13 @@ class DecodeOrder:
 
     def __init__(self, table: SequenceTable, block_size: int, is_grouped: bool) -> None:
         self._table, self._block_size, self._is_grouped = table, block_size, is_grouped
+        self.key_step = key_step(block_size)
         self._running = self._rows = np.empty(0, np.int32)
         self._seq_ids = np.empty(0, np.int64)
         self._groups = NO_GROUPS
 
     def of(self, running: IntArray) -> tuple[IntArray, IntArray]:
-        """The rows in order and their groups, int32 [num_groups, 4] as find_groups gives them."""
+        """The rows in order and their groups."""
         if running is not self._running:
             is_here = self._table.seq_ids[self._rows] == self._seq_ids
             if np.count_nonzero(is_here) == len(running):  # some have left
@@ -62,9 +69,36 @@ class DecodeOrder:
         if self._is_grouped:
             num_full = num_cached // self._block_size
             min_saved = self.MIN_SAVED // self._block_size
-            self._rows, self._groups = find_groups(
+            self._rows, groups = find_groups(
                 self._rows, self._table.block_tables, num_full, self.MIN_ROWS, min_saved
             )
+            self._groups = self._in_keys(groups)
+
+    def _in_keys(self, groups: IntArray) -> IntArray:
+        """These groups of blocks; one without another in it goes on as far as its rows are alike,
+        for at most a block."""
+        table, size = self._table, self._block_size
+        num_known = np.minimum(table.num_cached_tokens, table.num_tokens)
+        groups = groups * np.array([1, 1, size, size], np.int32)
+        next_rows = [*groups[1:, 0].tolist(), len(self._rows)]
+        for group, next_row in zip(groups, next_rows, strict=False):
+            first, end, _, key = group.tolist()
+            if next_row >= end:
+                rows = self._rows[first:end]
+                tokens = table.token_ids[rows, key : min(key + size, num_known[rows].min())]
+                group[3] += _num_alike(tokens) // self.key_step * self.key_step
+        return groups
+
+
+def key_step(block_size: int) -> int:
+    """What the first and the last key of a group are multiples of."""
+    return block_size if block_size % KEY_STEP else KEY_STEP
+
+
+def _num_alike(rows: IntArray) -> int:
+    """Leading columns in which all rows are equal."""
+    differs = (rows != rows[0]).any(0)
+    return int(differs.argmax()) if np.count_nonzero(differs) else len(differs)
 
 
 def find_groups(
@@ -103,9 +137,7 @@ def find_groups(
         """The block up to which rows share all from this one on; 0 if they are no group."""
         if len(alike) < min_rows:
             return 0
-        shared = tables[alike, depth : num_full[alike].min()]
-        differs = (shared != shared[0]).any(0)
-        size = int(differs.argmax()) if np.count_nonzero(differs) else len(differs)
+        size = _num_alike(tables[alike, depth : num_full[alike].min()])
         return depth + size if (len(alike) - 1) * size >= min_saved else 0
 
     part(rows.tolist(), 0, 1)
@@ -125,24 +157,36 @@ def max_partials(num_rows: int) -> int:
 
 
 def work_list(
-    groups: IntArray, num_rows: int, block_size: int, rows_per_item: int, keys_per_item: int
+    groups: IntArray,
+    num_rows: int,
+    step: int,
+    rows_per_item: int,
+    keys_per_item: int,
+    num_wanted: int,
 ) -> dict[str, IntArray]:
-    """The groups as items of about this size, in arrays whose shapes depend on num_rows alone.
+    """The groups as items, in arrays whose shapes depend on num_rows alone.
 
+    step: of keys, at whose multiples items begin and end.
+    rows_per_item: at most. keys_per_item: as many, or twice, four times, ... as many, so that there
+        are no more than num_wanted items. A row's results of several cost more than a larger one.
     Returns the arrays of a SharedPrefixes, see utils/context.py.
     """
-    first_rows, first_blocks = groups[:, 0], groups[:, 2]
-    group_rows, group_blocks = groups[:, 1] - first_rows, groups[:, 3] - first_blocks
-    capacity, blocks_per_item = max_partials(num_rows), max(keys_per_item // block_size, 1)
-    while (group_rows * -(-group_blocks // blocks_per_item)).sum() > capacity:
-        blocks_per_item *= 2
-    pieces, tiles = -(-group_blocks // blocks_per_item), -(-group_rows // rows_per_item)
+    first_rows, first_steps = groups[:, 0], groups[:, 2] // step
+    group_rows, group_steps = groups[:, 1] - first_rows, (groups[:, 3] - groups[:, 2]) // step
+    capacity, steps_per_item = max_partials(num_rows), max(keys_per_item // step, 1)
+    tiles = -(-group_rows // rows_per_item)
+    while True:
+        pieces = -(-group_steps // steps_per_item)
+        has_room = (group_rows * pieces).sum() <= capacity
+        if has_room and ((tiles * pieces).sum() <= num_wanted or pieces.max() == 1):
+            break
+        steps_per_item *= 2
     own_starts, num_partials = np.zeros((2, num_rows), np.int32)
     slots = np.zeros(len(groups), np.int32)
-    for i, (first, end, _, end_block) in enumerate(groups.tolist()):
+    for i, (first, end, _, end_key) in enumerate(groups.tolist()):
         slots[i] = num_partials[first]
         num_partials[first:end] += pieces[i]
-        own_starts[first:end] = end_block * block_size
+        own_starts[first:end] = end_key
     counts = pieces * tiles
     group = np.repeat(np.arange(len(groups)), counts)
     piece, tile = np.divmod(
@@ -155,7 +199,7 @@ def work_list(
         return first[group][:, None] + size[group][:, None] * ends // num_parts[group][:, None]
 
     rows = bounds(first_rows, group_rows, tile, tiles)
-    keys = bounds(first_blocks, group_blocks, piece, pieces) * block_size
+    keys = bounds(first_steps, group_steps, piece, pieces) * step
     items = np.zeros((capacity, 8), np.int32)
     items[: len(group), :4] = np.concatenate([rows, keys], 1)
     items[: len(group), 4] = slots[group] + piece

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import numbers
-import struct
+from array import array
 from collections.abc import Sequence as AbstractSequence
 from itertools import accumulate
 from pathlib import Path
@@ -99,10 +99,7 @@ class PromptReader:
                 need = "a string, a list of token ids, or a list of these"
                 raise TypeError(f"prompts: got {type(prompts).__name__}, needs {need}")
             items = [prompts] if is_single(prompts) else faults.listed(prompts)
-        contents: list[Any] = [
-            item if type(item) is list else faults.attempt(_open, f"prompts[{i}]", item)
-            for i, item in enumerate(items)
-        ]
+        contents = faults.attempt_each(_open, "prompts", items)
         texts = [i for i, content in enumerate(contents) if isinstance(content, str)]
         names = [f"prompts[{i}]" for i in texts]
         encoded = encode(self.tokenizer, names, [contents[i] for i in texts])
@@ -128,18 +125,20 @@ class PromptReader:
     def _pack(self, lists: list[list[Any]]) -> list[TokenIds] | None:
         """The lists as arrays when all are plain and good; None when one needs a closer look.
 
-        struct takes integers and nothing else, in a third of the time that numpy needs.
+        array takes integers and nothing else, in half of the time that numpy needs.
         """
         lens = [len(ids) for ids in lists]
         if not lens or min(lens) == 0 or max(lens) >= self.max_len:
             return None
-        ends = list(accumulate(lens))
-        flat = np.empty(ends[-1], np.int32)
+        ends, packed = list(accumulate(lens)), array("i")
         try:
-            for ids, n, end in zip(lists, lens, ends, strict=True):
-                struct.pack_into(f"{n}i", flat.data, 4 * (end - n), *ids)
-        except Exception:  # of struct, or of an element that fails to become an integer
+            for ids in lists:
+                packed.fromlist(ids)
+        except Exception:  # of array, or of an element that fails to become an integer
             return None
+        if len(packed) != ends[-1]:  # an element's code has changed a list
+            return None
+        flat = np.frombuffer(packed, np.int32)
         if flat.view(np.uint32).max() >= self.vocab_size:  # as unsigned, negative ids are large
             return None
         # A bool has been taken for 0 or 1. Few ids are that small.
@@ -279,8 +278,5 @@ def read_sampling_params(
             got = f"{len(params)} for {num_prompts} prompts"
             raise ValueError(f"sampling_params: got {got}, needs one for all or one for each")
         each = faults.listed(params)
-    checked = [
-        faults.attempt(check_params, f"sampling_params[{i}]", p, vocab_size)
-        for i, p in enumerate(each)
-    ]
+    checked = faults.attempt_each(check_params, "sampling_params", each, vocab_size)
     return faults.settle(checked, on_error)

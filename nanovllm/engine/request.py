@@ -33,7 +33,7 @@ class Sample:
         self.request, self.seq, self.number = request, seq, number
         self.grammar = None if seq.ask is None else seq.ask.grammar
         asked = params.stop, self.grammar, params.logprobs, params.prompt_logprobs
-        self.is_watched = is_streamed or any(part is not None for part in asked)
+        self.is_watched = is_streamed or asked.count(None) < len(asked)
         self.error: str | None = None  # why no more can be made of its tokens
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
         self._tokenizer = tokenizer
@@ -181,7 +181,7 @@ class Request:
         outputs = [sample.output() for sample in self.samples]
         first = self.samples[0].seq
         error = None
-        if any(output["finish_reason"] == "error" for output in outputs):
+        if "error" in [output["finish_reason"] for output in outputs]:
             errors = [sample.error for sample in self.samples if sample.error is not None]
             what = "the model's logits were not finite, or nothing was left to draw from"
             error = next(iter(errors), what)
@@ -191,13 +191,13 @@ class Request:
             num_cached_tokens=first.num_hit_tokens or 0,
             prompt_logprobs=self._prompt_logprobs,
             outputs=outputs,
-            metrics=self._metrics(sum(len(output["token_ids"]) for output in outputs)),
+            metrics=self._metrics(sum([len(output["token_ids"]) for output in outputs])),
             error=error,
         )
 
     def _metrics(self, num_tokens: int) -> RequestMetrics | None:
         first = self.samples[0].seq
-        end = max(sample.seq.finished_at for sample in self.samples)
+        end = max([sample.seq.finished_at for sample in self.samples])
         if not first.admitted_at or not first.first_token_at:
             return None  # aborted before
         return RequestMetrics(

@@ -127,9 +127,9 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        if self._table is None:
+        if self._table is None or self.row is None:
             return len(self._token_ids)
-        return int(self._table.num_tokens[self.row])
+        return self._table.num_tokens.item(self.row)
 
     @property
     def token_ids(self) -> IntArray:
@@ -148,7 +148,9 @@ class Sequence:
 
     @property
     def num_cached_tokens(self) -> int:
-        return 0 if self._table is None else int(self._table.num_cached_tokens[self.row])
+        if self._table is None or self.row is None:
+            return 0
+        return self._table.num_cached_tokens.item(self.row)
 
     @property
     def block_table(self) -> IntArray:
@@ -159,18 +161,18 @@ class Sequence:
 
     def enter(self, table: SequenceTable) -> None:
         """Take a free row of the table and copy the state into it; no token is cached yet."""
-        row = table.free_rows.pop()
+        row, params = table.free_rows.pop(), self.sampling_params
         n = len(self._token_ids)
         table.token_ids[row, :n] = self._token_ids
         table.num_tokens[row] = n
         table.num_cached_tokens[row] = 0
         table.num_blocks[row] = 0
         table.stop_len[row] = self.stop_len
-        table.ignore_eos[row] = self.sampling_params.ignore_eos
-        table.temperatures[row] = self.sampling_params.temperature
+        table.ignore_eos[row] = params.ignore_eos
+        table.temperatures[row] = params.temperature
         table.seeds[row] = self.seed
         table.is_special[row] = self.ask is not None
-        table.has_stop_ids[row] = self.sampling_params.stop_token_ids is not None
+        table.has_stop_ids[row] = params.stop_token_ids is not None
         table.prompt_logprobs[row] = self.num_prompt_logprobs
         table.seq_ids[row] = self.seq_id
         table.sequences[row] = self
@@ -178,12 +180,13 @@ class Sequence:
 
     def leave(self) -> None:
         """Copy the tokens out and give the row back; the blocks must have been freed before."""
-        assert self._table is not None and self.row is not None
-        assert self._table.num_blocks[self.row] == 0, "a row was left with blocks in its table"
+        table, row = self._table, self.row
+        assert table is not None and row is not None
+        assert table.num_blocks[row] == 0, "a row was left with blocks in its table"
         self._token_ids = self.token_ids.copy()
-        self._table.sequences[self.row] = None
-        self._table.seq_ids[self.row] = -1
-        self._table.free_rows.append(self.row)
+        table.sequences[row] = None
+        table.seq_ids[row] = -1
+        table.free_rows.append(row)
         self._table, self.row = None, None
 
 
@@ -221,7 +224,7 @@ class ScheduledBatch:
     next_ids: IntArray = _empty(0)
     # [n, 3] K/V to copy ahead of all else: from this block to that one, so many leading tokens.
     copies: IntArray = _empty(0, 3)
-    # Decode: [num_groups, 4] which rows share leading blocks, see prefix_groups.py.
+    # Decode: [num_groups, 4] which rows share leading keys, see prefix_groups.py.
     groups: IntArray = _empty(0, 4)
     # Rows that rank 0 draws again; is_redrawn tells the other ranks that it does.
     special: tuple[SpecialRow, ...] = ()

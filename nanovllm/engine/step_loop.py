@@ -19,6 +19,8 @@ from nanovllm.engine.step_handle import StepHandle
 from nanovllm.engine.worker_group import WorkerGroup
 from nanovllm.errors import EngineDeadError
 
+_FIRST = 128  # requests: a step long enough to make those of the next one meanwhile
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -97,11 +99,7 @@ class StepLoop:
         self.is_serving = True
         try:
             while True:
-                while self._scheduler.num_waiting <= self._scheduler.max_num_running:
-                    request = next(todo, None)
-                    if request is None:
-                        break
-                    self.add(request)
+                self._fill_queue(todo)
                 if self.is_finished():
                     return
                 yield self.step()
@@ -110,6 +108,18 @@ class StepLoop:
             raise
         finally:
             self.is_serving = False
+
+    def _fill_queue(self, todo: Iterator[Request | None]) -> None:
+        """Take as many as the scheduler may want soon; for an idle device only those of a first
+        step, unless policy "prefix" is to bring more of them into order."""
+        scheduler, wanted = self._scheduler, self._scheduler.max_num_running + 1
+        if scheduler.is_finished() and scheduler.policy != "prefix":
+            wanted = min(wanted, _FIRST)
+        while scheduler.num_waiting < wanted:
+            request = next(todo, None)
+            if request is None:
+                break
+            self.add(request)
 
     def step(self) -> Outcome:
         """Launch the next step, then read back the one before it, or this one without overlap.

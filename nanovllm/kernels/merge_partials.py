@@ -62,23 +62,30 @@ def _merge_shared(
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Fold in the partial results of shared keys: into each other first, then once into acc, whose
-    layout is another."""
+    layout is another. Two at a time, loaded at once; more take registers that programs lack."""
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     live = row < GROUP
     shared_max = tl.full([BLOCK_M], -1e30, tl.float32)
     shared_sum = tl.zeros([BLOCK_M], tl.float32)
     shared_acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for i in range(first_partial, end_partial):
-        at = i * num_heads + first_head + row
-        lse = tl.load(lse_ptr + at, mask=live, other=-float("inf"))
-        value_ptr = shared_ptr + at.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
-        value = tl.load(value_ptr, mask=live[:, None], other=0.0)
-        new_max = tl.maximum(shared_max, lse)
+    for i in range(first_partial, end_partial, 2):
+        at_a = i * num_heads + first_head + row
+        at_b = at_a + num_heads
+        live_b = live & (0 * row + i + 1 < end_partial)  # a block, for the interpreter
+        lse_a = tl.load(lse_ptr + at_a, mask=live, other=-float("inf"))
+        lse_b = tl.load(lse_ptr + at_b, mask=live_b, other=-float("inf"))
+        a_ptr = shared_ptr + at_a.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
+        b_ptr = shared_ptr + at_b.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
+        value_a = tl.load(a_ptr, mask=live[:, None], other=0.0)
+        value_b = tl.load(b_ptr, mask=live_b[:, None], other=0.0)
+        new_max = tl.maximum(shared_max, tl.maximum(lse_a, lse_b))
         rescale = tl.exp2(shared_max - new_max)
-        weight = tl.exp2(lse - new_max)
-        shared_sum = shared_sum * rescale + weight
-        shared_acc = shared_acc * rescale[:, None] + value * weight[:, None]
+        weight_a = tl.exp2(lse_a - new_max)
+        weight_b = tl.exp2(lse_b - new_max)
+        shared_sum = shared_sum * rescale + weight_a + weight_b
+        shared_acc = shared_acc * rescale[:, None] + value_a * weight_a[:, None]
+        shared_acc += value_b * weight_b[:, None]
         shared_max = new_max
     new_max = tl.maximum(row_max, shared_max)
     rescale = tl.exp2(row_max - new_max)

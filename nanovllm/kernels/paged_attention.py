@@ -30,6 +30,9 @@ FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs m
 # Small tiles leave room for several programs an SM, which short contexts need to hide their loads.
 _CONFIGS = {8: (4, 64, 4, 2), 16: (2, 64, 4, 2), 64: (4, 64, 4, 3), 256: (4, 32, 2, 5)}
 _CONFIGS[1 << 30] = (4, 32, 2, 3)
+# For own parts, which are short: small programs start beside those of the shared prefixes' kernel,
+# and most have read theirs when it ends.
+_SHARED_CONFIG = (4, 32, 2, 3)
 _MAX_SPLITS = 64
 
 
@@ -354,9 +357,12 @@ def _decode(
     assert splits == 1 or workspace.stats.numel() >= batch * splits * num_heads * 2, (batch, splits)
     fused, group = cos_sin is not None, num_heads // num_kv_heads
     block_d = launch.next_power_of_2(head_dim)
-    _, block_n, warps, stages = _config(batch)
+    _, block_n, warps, stages = _config(batch) if shared is None else _SHARED_CONFIG
     block_n = block_n * 128 * 2 // (block_d * rows.element_size())
-    block_n = max(16, min(block_n, 128 if facts.large_shared_memory else 8192 // block_d))
+    most = 128 if facts.large_shared_memory else 8192 // block_d
+    if shared is not None:
+        most = min(most, 64)  # own parts begin at multiples of that
+    block_n = max(16, min(block_n, most))
     full = batch * num_kv_heads > 2 * facts.num_sms  # the batch alone fills the GPU
     _paged_attention_kernel[(num_kv_heads, splits, batch)](
         rows, k_cache, v_cache, block_tables, context_lens, out,

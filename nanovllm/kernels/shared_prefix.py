@@ -21,17 +21,19 @@ from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 from nanovllm.kernels.prefill_attention import LOG2_E, _attend
 
 ITEM_ROWS = 64  # query rows of an item: of Hopper's matrix product, the least without padding
-ITEM_KEYS = 512
+ITEM_KEYS = 256  # or more, where there are items enough without
 # keys a tile for 2-byte heads of 128, warps, stages, programs an SM. With a block's look-up in the
 # loop, 5 stages load ahead as 3 would without.
 _CONFIG = (64, 4, 5, 2)
+# A thread's, few enough that four programs of paged attention start beside one of this kernel.
+_MAX_REGISTERS = 192
 
 
 @dataclass(frozen=True)
 class SharedPartials:
     """Attention of rows over the keys that they share with others, ahead of their own part."""
 
-    own_starts: torch.Tensor  # int32 [B] the first key of a row's own part, at a block's start
+    own_starts: torch.Tensor  # int32 [B] the first key of a row's own part, as items' are
     partial_starts: torch.Tensor  # int32 [B + 1] where each row's partial results begin
     values: torch.Tensor  # fp32 [max_partials, Hq, D rounded up to a power of two], normalised
     lse: torch.Tensor  # fp32 [max_partials, Hq] log2 of the sum of exp2 of their scores
@@ -102,10 +104,6 @@ def _shared_prefix_kernel(
 ):  # fmt: skip
     head = tl.program_id(0)
     num_heads = tl.num_programs(0) * GROUP
-    if PDL:
-        # Waits first: paged attention, released here, reads q and the newest keys at once.
-        gdc_wait()
-        gdc_launch_dependents()
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     in_dim = dim < HEAD_DIM
@@ -116,6 +114,11 @@ def _shared_prefix_kernel(
         start = tl.load(item_ptr + 2)
         end = tl.load(item_ptr + 3)
         slot = tl.load(item_ptr + 4)
+        if PDL:
+            # Of the first item only. It waits before it releases: paged attention reads q and the
+            # newest keys at once.
+            gdc_wait()
+            gdc_launch_dependents()
         seq = first_row + row // GROUP
         live = (seq < end_row) & (row // GROUP < BLOCK_M // GROUP)
         query_head = head * GROUP + row % GROUP
@@ -138,6 +141,8 @@ def _shared_prefix_kernel(
         at = partial.to(tl.int64) * num_heads + query_head
         tl.store(values_ptr + at[:, None] * BLOCK_D + dim, acc / row_sum[:, None], live[:, None])
         tl.store(lse_ptr + at, row_max + tl.log2(row_sum), mask=live)
+    if PDL:
+        gdc_wait()  # without an item too: when this kernel has ended, so have those before it
 
 
 def shared_prefix_attention(
@@ -156,7 +161,8 @@ def shared_prefix_attention(
     k_cache, v_cache: dtype [num_blocks, block_size, Hkv, D] of one layer, same strides.
     block_tables: int32 [B, max_num_blocks]; an item's first row's names its keys' blocks.
     items: int32 [max_items, 8]: first row and end, first key and end, slot. Of at most
-        max(ITEM_ROWS // (Hq // Hkv), 1) rows, keys from the start of a block to the end of one.
+        max(ITEM_ROWS // (Hq // Hkv), 1) rows. Keys begin and end at multiples of 64, or of a block
+        where blocks are no multiple of that.
         The result for row r becomes partial number shared.partial_starts[r] + slot.
     num_items: int32 [1].
     """
@@ -183,5 +189,5 @@ def shared_prefix_attention(
         HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
         BLOCK_M=max(ITEM_ROWS, launch.next_power_of_2(group)), BLOCK_D=block_d,
         BLOCK_N=block_n, PDL=facts.pdl, STAGES=stages, num_warps=warps, num_stages=stages,
-        launch_pdl=facts.pdl,
+        maxnreg=_MAX_REGISTERS, launch_pdl=facts.pdl,
     )  # fmt: skip

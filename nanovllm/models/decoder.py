@@ -5,7 +5,8 @@ Owns the module tree, whose parameter names equal the checkpoint's. A family is 
 tensors and the current `Context`, never sequences.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,6 +169,17 @@ class CausalLM(nn.Module):
     def sharded_fields(cls, hf_config: Any) -> list[str]:
         """Sizes that are cut into a share for each rank."""
         return ["num_attention_heads", "intermediate_size"]
+
+    @contextmanager
+    def shortened(self) -> Iterator[None]:
+        """Be the last layer and one of each kind before it: all the kernels, few launches."""
+        layers = self.model.layers
+        kinds = {type(layer.mlp): layer for layer in layers[:-1]}
+        self.model.layers = nn.ModuleList([*kinds.values(), layers[-1]])
+        try:
+            yield
+        finally:
+            self.model.layers = layers
 
     def make_mlp(self, layer_idx: int) -> nn.Module:
         sizes = self.hf_config.hidden_size, self.hf_config.intermediate_size

@@ -160,6 +160,7 @@ class Scenario:
             self.max_num_seqs, self.budget, max_model_len, size, self.num_blocks, EOS_TOKEN_IDS
         )
         self.min_copied = r.choice([1, 2, 3, 100])
+        self.key_step = r.choice([step for step in (1, 2, 3, 4) if size % step == 0])
         self.min_rows, self.min_saved = r.choice([1, 2, 2, 3]), r.choice([0, 0, 3, 8])
         self._lower_limits()
         self.max_len = min(max_model_len, self.num_blocks * size)
@@ -190,6 +191,7 @@ class Scenario:
         self.scheduler.block_manager.MIN_COPIED_TOKENS = self.min_copied
         self.scheduler._order.MIN_ROWS = self.min_rows
         self.scheduler._order.MIN_SAVED = self.min_saved
+        self.scheduler._order.key_step = self.key_step
 
     # -- driving ---------------------------------------------------------------------------------
 
@@ -514,22 +516,25 @@ class Scenario:
             self._fail(13, f"the device has {device.table}, the scheduler {held}")
 
     def _check_groups(self, batch: ScheduledBatch, rows: list[int], starts: list[int]) -> None:
-        """Each group's rows share its blocks, full ones; longest contexts first among its own."""
-        size, num_rows = self.block_size, len(rows)
+        """Each group's rows share its keys, stored ones; longest contexts first among its own."""
+        num_rows = len(rows)
         group_of, depth = [-1] * num_rows, [0] * num_rows
-        for g, (first, end, block, end_block) in enumerate(batch.groups.tolist()):
-            if not (0 <= first < end <= num_rows and 0 <= block < end_block):
+        for g, (first, end, key, end_key) in enumerate(batch.groups.tolist()):
+            if not (0 <= first < end <= num_rows and 0 <= key < end_key):
                 self._fail(15, f"groups {batch.groups} of {num_rows} rows")
+            if key % self.key_step or end_key % self.key_step:
+                self._fail(15, f"groups {batch.groups} in steps of {self.key_step}")
+            shared = self._keys(rows[first], key, end_key)
             for i in range(first, end):
-                shared = self.rows[rows[first]].table[block:end_block]
-                if self.rows[rows[i]].table[block:end_block] != shared:
+                if self._keys(rows[i], key, end_key) != shared:
                     self._fail(15, f"row {i} does not share {shared}: {batch.groups}")
-                if (group_of[i], depth[i]) != (group_of[first], block):
+                if (group_of[i], depth[i]) != (group_of[first], key):
                     self._fail(15, f"groups that are not nested: {batch.groups}")
-                if end_block * size > starts[i]:
-                    self._fail(15, f"blocks that are not full: {batch.groups}, {starts}")
+                if end_key > starts[i]:
+                    self._fail(15, f"keys that are not stored: {batch.groups}, {starts}")
             group_of[first:end] = [g] * (end - first)
-            depth[first:end] = [end_block] * (end - first)
+            depth[first:end] = [end_key] * (end - first)
+            self.counts["shared beyond blocks"] += end_key % self.block_size > 0
         for g in set(group_of):
             lens = [start for start, group in zip(starts, group_of, strict=True) if group == g]
             if lens != sorted(lens, reverse=True):
@@ -539,11 +544,17 @@ class Scenario:
         if len(batch.groups):
             self._check_work_list(batch.groups, depth)
 
+    def _keys(self, row: int, start: int, end: int) -> list[int]:
+        """What the K/V at these positions of the row is of."""
+        size, table = self.block_size, self.rows[row].table
+        return [self.ahead[table[i // size]][i % size] for i in range(start, end)]
+
     def _check_work_list(self, groups: IntArray, depth: list[int]) -> None:
         """Each row's shared keys are read by items, once and in the order of their slots."""
         r, size, num_rows = self.random, self.block_size, len(depth) + self.random.randint(0, 2)
-        most = r.randint(1, 5)
-        lists = work_list(groups, num_rows, size, most, r.choice([1, size, 3 * size, 1 << 20]))
+        most, wanted = r.randint(1, 5), r.randint(1, 9)
+        keys = r.choice([1, size, 3 * size, 1 << 20])
+        lists = work_list(groups, num_rows, self.key_step, most, keys, wanted)
         items, own_starts = lists["items"].tolist(), lists["own_starts"].tolist()
         reads: list[list[tuple[int, int, int]]] = [[] for _ in range(num_rows)]
         for first, end, key, end_key, slot, *_ in items[: lists["num_items"][0]]:
@@ -558,7 +569,7 @@ class Scenario:
                 if (slot, at) != (number, key):
                     self._fail(15, f"row {row} reads {parts}")
                 at = end_key
-            if at != own_starts[row] or at != size * (depth + [0, 0])[row]:
+            if at != own_starts[row] or at != (depth + [0, 0])[row]:
                 self._fail(15, f"row {row} reads {parts}, its own part begins at {own_starts}")
             if starts[row + 1] - starts[row] != len(parts):
                 self._fail(15, f"partial results {starts} of {reads}")

@@ -28,7 +28,9 @@ class FakeGraph:
 def graphs(monkeypatch):
     captured = []
 
-    def capture(step, pool):
+    def capture(step, rehearsal, pool):
+        with rehearsal():
+            step()
         captured.append(FakeGraph(step))
         return captured[-1], captured[-1].result
 

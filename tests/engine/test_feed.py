@@ -44,6 +44,28 @@ def test_takes_no_more_than_it_has_room_for(llm):
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("policy, num_first", [("fcfs", 128), ("prefix", 201)])
+def test_idle_device_waits_for_a_first_step_and_no_more(policy, num_first, monkeypatch):
+    """All are made before they are brought into order, and never more than may run, and one."""
+    num_made, at_launch = 0, []
+    with LLM(str(BUNDLED), device="cpu", max_num_seqs=200, schedule_policy=policy) as llm:
+        make, launch = llm._intake.make, llm._runner.launch
+
+        def counting(*args):
+            nonlocal num_made
+            num_made += 1
+            return make(*args)
+
+        def noting(batch):
+            at_launch.append(num_made)
+            return launch(batch)
+
+        monkeypatch.setattr(llm._intake, "make", counting)
+        monkeypatch.setattr(llm._runner, "launch", noting)
+        llm.generate([[5, 6]] * 500, SamplingParams(max_tokens=1), use_tqdm=False)
+        assert at_launch[:2] == [num_first, num_first + 201 - (policy == "prefix")]
+
+
 def test_none_is_nothing_for_now(llm):
     """Also when nothing runs, and after bad requests only."""
     told = []

@@ -163,6 +163,26 @@ def test_each_object_of_a_list_is_worked_out_once(calls, intake):
     assert [p.means is prepared[0].means for p in prepared] == [True, False, True, False, True]
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_usual_params_mean_what_is_found_the_long_way(ignore_eos, intake):
+    params = SamplingParams(ignore_eos=ignore_eos)
+    (prepared,) = intake.read([PROMPT], params)
+    assert prepared.means == intake._mean("", params)
+
+
+def test_params_of_a_class_of_their_own_are_looked_at_with_care(intake):
+    class Odd(SamplingParams):
+        pass
+
+    def fail(self):
+        raise OSError("gone")
+
+    odd = Odd()
+    Odd.bad_words = property(fail)
+    with pytest.raises(TypeError, match=r"^sampling_params\[1\]: cannot be read, OSError: gone"):
+        intake.read([PROMPT] * 2, [SamplingParams(), odd])
+
+
 def test_no_params_are_the_defaults(intake):
     assert [p.params for p in intake.read([PROMPT, "hi"], None)] == [SamplingParams()] * 2
 

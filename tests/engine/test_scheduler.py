@@ -305,7 +305,7 @@ def test_only_what_a_step_computes_crosses_to_the_other_ranks():
     update(scheduler, batch)
     batch = scheduler.schedule()
     assert (batch.is_prefill, batch.num_seqs) == (False, 512)
-    assert batch.groups.tolist() == [[0, 512, 0, 15]]
+    assert batch.groups.tolist() == [[0, 512, 0, 3840]]
     assert sum(array.nbytes for array in arrays_of(batch).values()) <= 25 * 512 + 16
 
 

@@ -43,7 +43,7 @@ def test_no_call_breaks_an_invariant(shard: int, num_ops: int) -> None:
             assert counts[event] >= num_ops // 1000, event
         for event in ("ends", "ends in flight", "stop ids", "copied tokens"):
             assert counts[event] >= num_ops // 1000, event
-        for event in ("read in the step that wrote", "nested groups"):
+        for event in ("read in the step that wrote", "nested groups", "shared beyond blocks"):
             assert counts[event] >= num_ops // 1000, event
         assert counts["grouped rows"] >= num_ops // 50
         for event in ("aborts in flight", "resets in flight", "writes to another's block"):
@@ -326,6 +326,27 @@ class GroupsByStaleTables(OrderOf):
             self._table.num_cached_tokens[running] -= 4 * self._block_size
 
 
+class GroupsByTokensAlone(OrderOf):
+    """Where tokens are compared, how far they are stored is not asked."""
+
+    class order_class(DecodeOrder):  # noqa: N801
+        def _in_keys(self, groups):
+            stored = self._table.num_cached_tokens.copy()
+            self._table.num_cached_tokens += 1
+            groups = super()._in_keys(groups)
+            self._table.num_cached_tokens[:] = stored
+            return groups
+
+
+class GroupsThatGoOnThroughOthers(OrderOf):
+    """A group goes on into the keys of the ones in it."""
+
+    class order_class(DecodeOrder):  # noqa: N801
+        def _in_keys(self, groups):
+            alone = [DecodeOrder._in_keys(self, group[None]) for group in groups]
+            return np.concatenate([groups[:0], *alone])
+
+
 class KeepsGroupsOfRowsThatEnd(Scheduler):
     def _schedule_decode(self):
         self._order.of(self._running)
@@ -580,6 +601,8 @@ BROKEN_SCHEDULERS = [
     GroupsByRow,
     GroupsThatStay,
     GroupsByStaleTables,
+    GroupsByTokensAlone,
+    GroupsThatGoOnThroughOthers,
     KeepsGroupsOfRowsThatEnd,
 ]
 

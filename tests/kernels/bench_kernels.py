@@ -25,7 +25,8 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
 from cases import rope_table  # noqa: E402
 
-from nanovllm.engine.prefix_groups import find_groups, work_list  # noqa: E402
+from nanovllm.attention.triton_attn import TritonBackend  # noqa: E402
+from nanovllm.engine.prefix_groups import find_groups, key_step, work_list  # noqa: E402
 from nanovllm.kernels import (  # noqa: E402
     grouped_gemm,
     launch,
@@ -187,9 +188,9 @@ def attention_cases(small):
         yield decode_case("decode 128 x 100-2048, 32/8 heads", spread(128, 100, 2048), (32, 8))
 
 
-def cascade_case(label, groups, own_lens, heads=(16, 8), config=None, keys=shared_prefix.ITEM_KEYS):
+def cascade_case(label, groups, own_lens, heads=(16, 8), config=None, keys=None):
     """Rows of own_lens tokens, dealt out to groups, each the blocks that its rows share. The work
-    is the bytes of K/V, each once."""
+    is the bytes of K/V, each once. keys: of an item, None: as the engine chooses."""
     num_heads, num_kv_heads = heads
     batch, head_dim, block_size, max_context = len(own_lens), 128, 256, 8192
     per_row = [-(-n // block_size) for n in own_lens]
@@ -213,10 +214,12 @@ def cascade_case(label, groups, own_lens, heads=(16, 8), config=None, keys=share
         tables[torch.from_numpy(rows)].to(DEVICE),
         lens[torch.from_numpy(rows)].to(DEVICE),
     )
-    rows_per_item = shared_prefix.ITEM_ROWS * num_kv_heads // num_heads
+    found = found * torch.tensor([1, 1, block_size, block_size]).numpy()
+    sizes = TritonBackend().shared_items(*heads, torch.device(DEVICE, 0))
+    sizes = sizes if keys is None else (sizes[0], keys, 1 << 20)
     lists = {
         name: torch.from_numpy(array).to(DEVICE)
-        for name, array in work_list(found, batch, block_size, rows_per_item, keys).items()
+        for name, array in work_list(found, batch, key_step(block_size), *sizes).items()
     }
     partials = shared_prefix.shared_partials(
         len(lists["items"]), num_heads, head_dim, lists["own_starts"], lists["partial_starts"]

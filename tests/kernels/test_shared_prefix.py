@@ -17,9 +17,12 @@ class Tree:
     sizes: rows below each node, as nested (blocks, [children]) with a leaf's tokens as an int:
         (2, [(1, [5, 5]), 7]) is two rows under 3 shared blocks, and one under 2 of these.
     min_rows: of a group; with 1 a row's own full blocks are one too.
+    alike: so many first keys of all leaves below one node are equal, and groups go on through them.
     """
 
-    def __init__(self, nodes, heads, head_dim, block_size, dtype, device="cpu", min_rows=1):
+    def __init__(
+        self, nodes, heads, head_dim, block_size, dtype, device="cpu", min_rows=1, alike=0
+    ):
         self.num_heads, num_kv_heads = heads
         rows, next_block = [], 1
 
@@ -29,7 +32,7 @@ class Tree:
                 num_blocks = -(-node // block_size)
                 own = list(range(next_block, next_block + num_blocks))
                 next_block += num_blocks
-                rows.append((blocks + own, len(blocks) * block_size + node))
+                rows.append((blocks + own, len(blocks) * block_size + node, len(blocks)))
                 return
             shared = list(range(next_block, next_block + node[0]))
             next_block += node[0]
@@ -40,20 +43,22 @@ class Tree:
             walk(node, [])
         random.Random(0).shuffle(rows)
         order = torch.randperm(next_block)
-        lens = torch.tensor([length for _, length in rows], dtype=torch.int32)
-        width = max(len(blocks) for blocks, _ in rows) + 1
+        lens = torch.tensor([length for _, length, _ in rows], dtype=torch.int32)
+        width = max(len(blocks) for blocks, _, _ in rows) + 1
         tables = torch.full((len(rows), width), int(order[0]), dtype=torch.int32)
         shape = (next_block, block_size, num_kv_heads, head_dim)
         k, v = torch.full(shape, POISON), torch.full(shape, POISON)
-        for row, (blocks, length) in enumerate(rows):
+        same = torch.randn(2, alike, num_kv_heads, head_dim)
+        for row, (blocks, length, num_shared) in enumerate(rows):
             ids = order[torch.tensor(blocks)]
             tables[row, : len(ids)] = ids
             slots = (ids[:, None] * block_size + torch.arange(block_size)).flatten()[:length]
-            for cache in (k, v):
-                cache.view(-1, num_kv_heads, head_dim)[slots] = torch.randn(
-                    length, num_kv_heads, head_dim
-                )
-        self.block_size, self.device = block_size, device
+            for cache, part in zip((k, v), same, strict=True):
+                slot_rows = cache.view(-1, num_kv_heads, head_dim)
+                slot_rows[slots] = torch.randn(length, num_kv_heads, head_dim)
+                own = slots[num_shared * block_size :][:alike]
+                slot_rows[own] = part[: len(own)]
+        self.key_step, self.device = prefix_groups.key_step(block_size), device
         rows, self.groups = prefix_groups.find_groups(
             torch.arange(len(rows)).numpy(),
             tables.numpy(),
@@ -61,18 +66,23 @@ class Tree:
             min_rows,
             0,
         )
+        self.groups *= torch.tensor([1, 1, block_size, block_size]).numpy().astype("int32")
         order = torch.from_numpy(rows).long()
+        for i, (first, end, _, key) in enumerate(self.groups.tolist()):
+            if (self.groups[i + 1 :, 0] >= end).all():
+                room = min(alike, int(lens[order[first:end]].min()) - 1 - key)
+                self.groups[i, 3] += max(room, 0) // self.key_step * self.key_step
         self.block_tables, self.context_lens = tables[order].to(device), lens[order].to(device)
         self.k, self.v = k.to(device, dtype), v.to(device, dtype)
         wide = torch.randn(len(rows), self.num_heads + 2, head_dim).to(device, dtype)
         self.q = wide[:, : self.num_heads]  # rows strided, as in a view of packed qkv
 
-    def plan(self, keys_per_item):
+    def plan(self, keys_per_item, num_wanted=1 << 20):
         """items, num_items and SharedPartials full of NaN, of a batch one row larger."""
         num_rows, num_kv_heads = len(self.q), self.k.size(2)
         rows_per_item = max(op.ITEM_ROWS * num_kv_heads // self.num_heads, 1)
         lists = prefix_groups.work_list(
-            self.groups, num_rows, self.block_size, rows_per_item, keys_per_item
+            self.groups, num_rows, self.key_step, rows_per_item, keys_per_item, num_wanted
         )
         lists = {name: torch.from_numpy(a).to(self.device) for name, a in lists.items()}
         shared = op.shared_partials(
@@ -84,9 +94,9 @@ class Tree:
         return lists["items"], lists["num_items"], shared
 
 
-def check(tree, keys_per_item=512):
+def check(tree, keys_per_item=512, num_wanted=1 << 20):
     scale = tree.q.size(2) ** -0.5
-    items, num_items, shared = tree.plan(keys_per_item)
+    items, num_items, shared = tree.plan(keys_per_item, num_wanted)
     cache = tree.k, tree.v, tree.block_tables
 
     def attend(prefix, decode, q, k, v):
@@ -133,6 +143,17 @@ def test_random_trees(case):
     rng = random.Random(str(case))
     nodes = [random_nodes(rng, 3, 2, 2 * block_size) for _ in range(3)]
     assert check(Tree(nodes, heads, head_dim, block_size, dtype), keys_per_item=block_size) > 3
+
+
+def test_groups_that_go_on_into_blocks_of_their_rows():
+    nodes = [(1, [100, 80, 90]), (1, [(1, [9, 120]), 3])]
+    tree = Tree(nodes, (4, 2), 64, 128, torch.float32, min_rows=2, alike=79)
+    assert tree.groups.tolist() in (
+        [[0, 3, 0, 192], [3, 6, 0, 128], [3, 5, 128, 256]],
+        [[0, 3, 0, 128], [0, 2, 128, 256], [3, 6, 0, 192]],
+    )
+    assert check(tree, keys_per_item=64) == 7
+    assert check(tree, keys_per_item=64, num_wanted=3) == 3
 
 
 def test_nothing_shared_is_plain_decode():
@@ -196,5 +217,7 @@ def test_random_trees_on_gpu(seed):
     nodes = [random_nodes(rng, 4, 6, 900) for _ in range(rng.randint(1, 6))]
     dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32])
     heads = rng.choice([(16, 8), (32, 8), (3, 3), (8, 1)])
-    tree = Tree(nodes, heads, rng.choice([64, 128]), rng.choice([16, 64, 256]), dtype, "cuda")
-    check(tree, keys_per_item=rng.choice([256, 512, 4096]))
+    head_dim, block_size = rng.choice([32, 64, 128]), rng.choice([16, 64, 256])
+    alike = rng.choice([0, 64, 200])
+    tree = Tree(nodes, heads, head_dim, block_size, dtype, "cuda", alike=alike)
+    check(tree, keys_per_item=rng.choice([256, 512, 4096]), num_wanted=rng.choice([8, 16, 1 << 20]))
