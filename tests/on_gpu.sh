@@ -6,7 +6,8 @@
 #   tests/on_gpu.sh eights PEER_BENCH_DIR the 8B shapes and the 30B-A3B, their shares of the floor
 #   tests/on_gpu.sh prefixes              kernels and jobs with shared prefixes, each with and without
 #   tests/on_gpu.sh jobs                  run-batch against generate on 20,000 short prompts
-#   tests/on_gpu.sh memcheck              a short run under compute-sanitizer
+#   tests/on_gpu.sh traffic               memory that one step moves, with shared prefixes and without
+#   tests/on_gpu.sh memcheck              short runs under compute-sanitizer
 #   tests/on_gpu.sh ranks                 two GPUs: tests, faults, speed
 #
 # PEER_BENCH_DIR holds peer_bench.py and make_checkpoint.py. ROUNDS=3 says how often peers runs.
@@ -50,8 +51,23 @@ jobs)
     python "$2/make_checkpoint.py" 0.6B "$scratch/0.6B" --tokenizer "$2/qwen3_tokenizer.zip"
     python tests/bench_batch.py --model "$scratch/0.6B" 2>&1 | quiet
     ;;
+traffic)
+    for plain in "" --plain; do
+        ncu --profile-from-start off --clock-control none --csv --page raw \
+            --metrics dram__bytes_read.sum,dram__bytes_write.sum \
+            python tests/step_traffic.py $plain | python tests/step_traffic.py --sum
+    done
+    ;;
 memcheck)
-    compute-sanitizer --tool memcheck --error-exitcode 1 python example.py 2>&1 | tail -5
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -c '
+from nanovllm import LLM, SamplingParams
+settings = dict(max_model_len=1024, max_num_seqs=40, num_kvcache_blocks=64)
+for eager in (False, True):
+    with LLM("tests/assets/tiny-qwen3", enforce_eager=eager, **settings) as llm:
+        prompts = [list(range(5, 605)), *([7 * i % 2000 + 1] * (9 * i + 1) for i in range(20))]
+        params = [SamplingParams(0.8, max_tokens=12, ignore_eos=True, n=n) for n in [30] + [1] * 20]
+        print(len(llm.generate(prompts, params, use_tqdm=False)))
+' 2>&1 | tail -5
     ;;
 ranks)
     python -m pytest -q -m gpu tests/test_two_gpus.py tests/kernels/test_all_reduce.py 2>&1 | tail -5
@@ -64,7 +80,7 @@ ranks)
     done
     ;;
 *)
-    sed -n '2,13s/^# \{0,1\}//p' "$0"
+    sed -n '2,14s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

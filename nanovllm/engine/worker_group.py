@@ -142,9 +142,9 @@ class WorkerGroup:
 
         A second one does not wait. With one rank there is no need.
         """
-        handler: Any = signal.getsignal(signal.SIGINT)
         is_main = threading.current_thread() is threading.main_thread()
-        if not self._processes or not is_main or not callable(handler):
+        handler: Any = signal.getsignal(signal.SIGINT) if self._processes and is_main else None
+        if not callable(handler):
             yield
             return
         held: list[Any] = []

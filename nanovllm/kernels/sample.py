@@ -123,12 +123,12 @@ def _tile_scores_kernel(
     row = tl.program_id(1)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     index = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    t = tl.load(temperatures_ptr + row)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     x_ptr = logits_ptr + row.to(tl.int64) * row_stride + index
     x = tl.load(x_ptr, mask=index < vocab, other=-float("inf")).to(tl.float32)
-    t = tl.load(temperatures_ptr + row)
     temperature = tl.where(t > 0.0, tl.maximum(t, 1e-10), 1.0)
     tile_max = tl.max(x, 1)
     shifted = x - tl.maximum(tile_max, -1e30)[:, None]
