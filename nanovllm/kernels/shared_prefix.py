@@ -25,7 +25,8 @@ ITEM_KEYS = 256  # or more, where there are items enough without
 # keys a tile for 2-byte heads of 128, warps, stages, programs an SM. With a block's look-up in the
 # loop, 5 stages load ahead as 3 would without.
 _CONFIG = (64, 4, 5, 2)
-# A thread's, few enough that four programs of paged attention start beside one of this kernel.
+# A thread's, few enough that four programs of paged attention start beside one of this kernel. It
+# takes no more than that where a row of the tile is 256 bytes or less; others would spill.
 _MAX_REGISTERS = 192
 
 
@@ -183,11 +184,12 @@ def shared_prefix_attention(
     block_d = launch.next_power_of_2(head_dim)
     block_n = max(16, min(block_n * 256 // (block_d * q.element_size()), block_n))
     stages = stages if facts.large_shared_memory else 2
+    is_small = head_dim == block_d and block_d * q.element_size() <= 256
     _shared_prefix_kernel[(num_kv_heads, num_programs)](
         q, k_cache, v_cache, block_tables, items, num_items, shared.partial_starts, shared.values,
         shared.lse, scale * LOG2_E, q.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
         BLOCK_M=max(ITEM_ROWS, launch.next_power_of_2(group)), BLOCK_D=block_d,
         BLOCK_N=block_n, PDL=facts.pdl, STAGES=stages, num_warps=warps, num_stages=stages,
-        maxnreg=_MAX_REGISTERS, launch_pdl=facts.pdl,
+        maxnreg=_MAX_REGISTERS if is_small else None, launch_pdl=facts.pdl,
     )  # fmt: skip
