@@ -8,6 +8,7 @@
 #   tests/on_gpu.sh jobs                  run-batch against generate on 20,000 short prompts
 #   tests/on_gpu.sh traffic               memory that one step moves, with shared prefixes and without
 #   tests/on_gpu.sh memcheck              short runs under compute-sanitizer
+#   tests/on_gpu.sh both                  two ranks that take turns on one GPU: their tests
 #   tests/on_gpu.sh ranks                 two GPUs: tests, faults, speed
 #
 # PEER_BENCH_DIR holds peer_bench.py and make_checkpoint.py. ROUNDS=3 says how often peers runs.
@@ -69,6 +70,10 @@ for eager in (False, True):
         print(len(llm.generate(prompts, params, use_tqdm=False)))
 ' 2>&1 | tail -5
     ;;
+both)
+    export BOTH_RANKS_ON_ONE_GPU=1 PYTHONPATH="$PWD/tests/both_ranks:$PYTHONPATH"
+    python -m pytest -q -m gpu tests/test_two_gpus.py -k "not memory_of_both" 2>&1 | tail -5
+    ;;
 ranks)
     python -m pytest -q -m gpu tests/test_two_gpus.py tests/kernels/test_all_reduce.py 2>&1 | tail -5
     NANOVLLM_FAULTS_DEVICE=cuda python -m pytest -q tests/faults/test_faults.py -n 8 --dist load \
@@ -80,7 +85,7 @@ ranks)
     done
     ;;
 *)
-    sed -n '2,14s/^# \{0,1\}//p' "$0"
+    sed -n '2,15s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

@@ -249,15 +249,14 @@ class ModelRunner:
         """Run the largest step there can be, so that the allocator's peak is known.
 
         The largest prefill, then sampling at the largest batch: with a large vocabulary the
-        logits of max_num_seqs rows outgrow the activations. How many layers there are is all the
-        same: each leaves its memory to the next.
+        logits of max_num_seqs rows outgrow the activations. All layers run: the first and the last
+        by themselves hold less at once than those between them.
         """
         config = self.config
         num_full, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
         lens = [self.max_model_len] * num_full + [rest] * (rest > 0)
-        with self.model.shortened():
-            self.launch(warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
-            self.launch(warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
+        self.launch(warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
+        self.launch(warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
     @torch.inference_mode()
     def _compile_prefills(self) -> None:

@@ -1,0 +1,20 @@
+"""Python imports this first where its folder is on PYTHONPATH: two ranks take turns on one GPU.
+
+What runs on two GPUs runs here too, through the same kernels and the same shared memory, only
+slowly: kernels that wait for the other rank wait for the GPU to switch to its process.
+"""
+
+import os
+
+if "BOTH_RANKS_ON_ONE_GPU" in os.environ:
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    import torch
+
+    torch.cuda.device_count = lambda: 2
+    from nanovllm.engine import model_runner, placement
+
+    def select_device(config, rank):
+        device = placement.select_device(config, rank)
+        return torch.device("cuda", 0) if device.type == "cuda" else device
+
+    model_runner.select_device = select_device
