@@ -54,21 +54,25 @@ jobs)
     ;;
 traffic)
     for plain in "" --plain; do
-        ncu --profile-from-start off --clock-control none --csv --page raw \
-            --metrics dram__bytes_read.sum,dram__bytes_write.sum \
+        python tests/step_traffic.py $plain 2>&1 | quiet # what is compiled is kept
+        ncu --target-processes application-only --profile-from-start off --clock-control none \
+            --csv --page raw --metrics dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum \
             python tests/step_traffic.py $plain | python tests/step_traffic.py --sum
     done
     ;;
 memcheck)
-    compute-sanitizer --tool memcheck --error-exitcode 1 python -c '
+    cat >"$scratch/short.py" <<'EOF'
 from nanovllm import LLM, SamplingParams
+
 settings = dict(max_model_len=1024, max_num_seqs=40, num_kvcache_blocks=64)
+prompts = [list(range(5, 605)), *([7 * i % 2000 + 1] * (9 * i + 1) for i in range(20))]
+params = [SamplingParams(0.8, max_tokens=12, ignore_eos=True, n=n) for n in [30] + [1] * 20]
 for eager in (False, True):
     with LLM("tests/assets/tiny-qwen3", enforce_eager=eager, **settings) as llm:
-        prompts = [list(range(5, 605)), *([7 * i % 2000 + 1] * (9 * i + 1) for i in range(20))]
-        params = [SamplingParams(0.8, max_tokens=12, ignore_eos=True, n=n) for n in [30] + [1] * 20]
-        print(len(llm.generate(prompts, params, use_tqdm=False)))
-' 2>&1 | tail -5
+        print(len(llm.generate(prompts, params, use_tqdm=False)), "requests answered", flush=True)
+EOF
+    python "$scratch/short.py" 2>&1 | quiet # what is compiled is kept
+    compute-sanitizer --tool memcheck --error-exitcode 1 python "$scratch/short.py" 2>&1 | tail -8
     ;;
 both)
     export BOTH_RANKS_ON_ONE_GPU=1 PYTHONPATH="$PWD/tests/both_ranks:$PYTHONPATH"

@@ -1,11 +1,12 @@
 """One decode step of 256 rows that share 2,048 tokens, for ncu to count the memory it moves.
 
-    ncu --profile-from-start off --clock-control none --csv --page raw \\
-        --metrics dram__bytes_read.sum,dram__bytes_write.sum \\
+    ncu --target-processes application-only --profile-from-start off --clock-control none \\
+        --csv --page raw --metrics dram__bytes_read.sum,dram__bytes_write.sum,lts__t_bytes.sum \\
         python tests/step_traffic.py [--plain] | python tests/step_traffic.py --sum
 
---plain: without cascade attention. --sum: adds up what ncu prints, by kernel. Qwen3-0.6B shapes,
-random weights, without graphs, so that every kernel is one of its own.
+--plain: without cascade attention. --sum: adds up what ncu prints, by kernel: bytes from and to the
+memory, and bytes that L2 handed out or took in. Qwen3-0.6B shapes, random weights, without graphs,
+so that every kernel is one of its own.
 """
 
 import collections
@@ -47,14 +48,18 @@ def add_up() -> None:
     lines = [line for line in sys.stdin if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     factors = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
-    units, total = rows[0], collections.Counter()
+    units = rows[0]
+    memory, cache = collections.Counter(), collections.Counter()
     for row in rows[1:]:
         for name, unit in units.items():
-            if name.startswith("dram__bytes"):
+            if name.startswith(("dram__bytes", "lts__t_bytes")):
+                total = memory if name.startswith("dram") else cache
                 total[row["Kernel Name"][:40]] += float(row[name].replace(",", "")) * factors[unit]
-    print(f"{sum(total.values()) / 1e9:8.3f} GB in {len(rows) - 1} kernels")
-    for name, size in total.most_common(8):
-        print(f"{size / 1e9:8.3f} GB {name}")
+    print("    memory     L2, GB")
+    cache[f"all {len(rows) - 1} kernels"] = sum(cache.values())
+    memory[f"all {len(rows) - 1} kernels"] = sum(memory.values())
+    for name, size in memory.most_common(9):
+        print(f"{size / 1e9:10.3f} {cache[name] / 1e9:10.3f} {name}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Two ranks on two GPUs equal one: memory shared between them, graphs with sums, NCCL beside it."""
 
+import os
+
 import pytest
 import torch
 
@@ -13,6 +15,10 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
     pytest.mark.xdist_group("two_gpus"),
 ]
+
+
+# Ranks that take turns on one GPU (tests/both_ranks) need milliseconds for each sum.
+NUM_PROMPTS, NUM_TOKENS = (5, 5) if "BOTH_RANKS_ON_ONE_GPU" in os.environ else (24, 24)
 
 
 def run(num_ranks, prompts, params, **settings):
@@ -36,9 +42,12 @@ def run(num_ranks, prompts, params, **settings):
 )
 def test_two_ranks_give_the_tokens_of_one(settings):
     """fp32; greedy and drawn rows, prompts that NCCL sums and prompts that shared memory does."""
-    prompts = random_prompts(24, 2000, seed=3) + [list(range(1, 900)), list(range(7, 1000))]
+    prompts = random_prompts(NUM_PROMPTS, 2000, seed=3) + [
+        list(range(1, 900)),
+        list(range(7, 1000)),
+    ]
     params = [
-        SamplingParams((0, 0.8, 50.0)[i % 3], max_tokens=24, ignore_eos=True, seed=i)
+        SamplingParams((0, 0.8, 50.0)[i % 3], max_tokens=NUM_TOKENS, ignore_eos=True, seed=i)
         for i in range(len(prompts))
     ]
     expected = [o["token_ids"] for o in run(1, prompts, params, **settings)]
@@ -54,7 +63,8 @@ def test_rows_that_are_drawn_again():
     ]
     prompts = random_prompts(12, 2000, seed=6)
     params = [
-        SamplingParams(max_tokens=16, ignore_eos=True, seed=i, **asks[i % 4]) for i in range(12)
+        SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, seed=i, **asks[i % 4])
+        for i in range(12)
     ]
     one, two = (run(n, prompts, params) for n in (1, 2))
     for a, b in zip(one, two, strict=True):

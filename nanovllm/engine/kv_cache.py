@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -61,15 +60,6 @@ def num_blocks_on_cuda(shape: CacheShape, utilization: float, device: torch.devi
             " max_num_batched_tokens, or free the device"
         )
     return num_blocks
-
-
-def copy_tokens(pool: torch.Tensor, copies: npt.NDArray[np.int32]) -> None:
-    """Copy K/V of leading tokens between blocks, in order, in all layers.
-
-    pool: as `allocate` returns it. copies: int32 [n, 3] source block, target block, tokens.
-    """
-    for source, target, num_tokens in copies.tolist():
-        pool[:, :, target, :num_tokens] = pool[:, :, source, :num_tokens]
 
 
 def allocate(

@@ -27,6 +27,7 @@ from nanovllm.engine.redraw import Redrawer
 from nanovllm.engine.row_by_row import each_row, hidden_states
 from nanovllm.engine.sequence import IntArray, ScheduledBatch
 from nanovllm.engine.step_handle import StepHandle
+from nanovllm.kernels.copy_tokens import copy_tokens
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.collectives import share_tokens_of_rank0
 from nanovllm.layers.logprobs import Logprobs, prompt_logprobs_of_pieces
@@ -115,7 +116,7 @@ class ModelRunner:
     def launch(self, batch: ScheduledBatch) -> StepHandle:
         """Start one step; its tokens reach the next on the device, and the host by the handle."""
         if len(batch.copies):
-            kv_cache.copy_tokens(self.pool, batch.copies)
+            copy_tokens(self.pool, torch.from_numpy(batch.copies))
         graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
         result = None if graphs is None else graphs.replay(batch)
         prompts: list[Logprobs] = []
@@ -260,11 +261,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compile_prefills(self) -> None:
-        """Run each kind of prefill once, so that no kernel is compiled while a user waits.
+        """Run each kind of prefill once, so that no kernel is compiled while a user waits, and the
+        copy that may come before it.
 
         With and without cached context, few sequences and many; what is written lies in slots and
         rows that nobody owns yet.
         """
+        copy_tokens(self.pool, torch.zeros(1, 3, dtype=torch.int32))
         length, block_size = min(16, self.max_model_len - 1), self.config.kvcache_block_size
         for num_seqs in {min(2, self.num_rows), min(257, self.num_rows)}:
             for num_cached in (0, 1):

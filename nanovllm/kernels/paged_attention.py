@@ -8,12 +8,15 @@
 
 The number of splits comes from batch, heads and SMs, never from the lengths, which are read on the
 device: one launch shape serves a graph bucket. Rows of context length 0 are padding and give 0.
+Among many sequences a program takes several kv heads: a token's keys stand side by side in its
+tile, and a query sees those of its own head. Short contexts then pay for fewer programs.
 `fused_decode_attention` also does what `qk_norm_rope` does, which pays up to `FUSED_MAX_BATCH`.
 Keys that rows share may have been attended already, by shared_prefix.py: a row then begins at its
 own part, and its first split takes the partial results of the others in.
 Context lengths, block tables and older KV are read ahead of the PDL wait (see `launch`).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +29,14 @@ from nanovllm.kernels.shared_prefix import LOG2_E, SharedPartials, attend_ref, c
 
 FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs more than a launch
 
-# batch up to: (programs an SM to split for, keys a tile for 2-byte heads of 128, warps, stages)
-# Small tiles leave room for several programs an SM, which short contexts need to hide their loads.
-_CONFIGS = {8: (4, 64, 4, 2), 16: (2, 64, 4, 2), 64: (4, 64, 4, 3), 256: (4, 32, 2, 5)}
-_CONFIGS[1 << 30] = (4, 32, 2, 3)
+# batch up to: (programs an SM to split for, keys a tile for 2-byte heads of 128, warps, stages, kv
+# heads a program at most). Small tiles leave room for several programs an SM, which short contexts
+# need to hide their loads. A program of several heads is long: it pays where many fill the GPU.
+_CONFIGS = {8: (4, 64, 4, 2, 1), 16: (2, 64, 4, 2, 1), 64: (4, 64, 4, 3, 1), 192: (4, 32, 2, 5, 1)}
+_CONFIGS |= {416: (4, 32, 2, 3, 1), 1 << 30: (4, 64, 4, 3, 4)}
 # For own parts, which are short: small programs start beside those of the shared prefixes' kernel,
 # and most have read theirs when it ends.
-_SHARED_CONFIG = (4, 32, 2, 3)
+_SHARED_CONFIG = (4, 32, 2, 3, 1)
 _MAX_SPLITS = 64
 
 
@@ -45,7 +49,7 @@ class DecodeWorkspace:
     counters: torch.Tensor  # int32 [max_batch * num_kv_heads] splits arrived; 0 between calls
 
 
-def _config(batch: int) -> tuple[int, int, int, int]:
+def _config(batch: int) -> tuple[int, int, int, int, int]:
     return next(config for limit, config in _CONFIGS.items() if batch <= limit)
 
 
@@ -132,24 +136,27 @@ def fused_decode_attention_ref(
 
 @triton.jit
 def _kv_offsets(
-    table_ptr, start, end, block_stride, slot_stride,
-    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    table_ptr, start, end, block_stride, slot_stride, head_stride,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Cache offsets of keys start .. start + BLOCK_N - 1. start is a multiple of BLOCK_N, so a tile
-    lies in one block if BLOCK_N divides the block size; else each key looks its block up."""
-    key = start + tl.arange(0, BLOCK_N)
-    if BLOCK_SIZE % BLOCK_N == 0:
+    """Cache offsets of HEADS heads' keys from start on, BLOCK_N in all, a token's side by side.
+    start is a multiple of a tile's tokens, so that it lies in one block if they divide the block
+    size; else each key looks its block up."""
+    column = tl.arange(0, BLOCK_N)
+    key = start + column // HEADS
+    if BLOCK_SIZE % (BLOCK_N // HEADS) == 0:
         block = tl.load(table_ptr + start // BLOCK_SIZE, mask=start < end, other=0).to(tl.int64)
     else:
         block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
-    return block * block_stride + (key % BLOCK_SIZE) * slot_stride, key < end
+    offset = block * block_stride + (key % BLOCK_SIZE) * slot_stride
+    return offset + (column % HEADS) * head_stride, key < end
 
 
 @triton.jit
 def _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2):
     """Fold one tile of keys into the running maximum, sum and weighted values."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    scores = tl.where(valid[None, :], scores, -float("inf"))
+    scores = tl.where(valid, scores, -float("inf"))
     new_max = tl.maximum(tl.maximum(row_max, tl.max(scores, 1)), -1e30)
     rescale = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores - new_max[:, None])
@@ -165,15 +172,17 @@ def _paged_attention_kernel(
     partial_starts_ptr, shared_ptr, lse_ptr, scale_log2, eps, q_stride, out_stride, table_stride,
     block_stride, slot_stride, head_stride,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, MIN_CHUNK: tl.constexpr,
-    MERGE_STEP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr, SHARED: tl.constexpr,
-    PDL: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr, SPLIT: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MERGE_STEP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    head = tl.program_id(0) * HEADS  # the first of HEADS; FUSED takes one
     split = tl.program_id(1)
     seq = tl.program_id(2)
-    num_kv_heads = tl.num_programs(0)
+    num_kv_heads = tl.num_programs(0) * HEADS
     max_splits = tl.num_programs(1)
+    ROWS: tl.constexpr = GROUP * HEADS
+    TOKENS: tl.constexpr = BLOCK_N // HEADS
     context_len = tl.load(context_lens_ptr + seq)
     first_key = 0
     end = context_len  # of what is read from the cache
@@ -184,7 +193,7 @@ def _paged_attention_kernel(
         first_partial = tl.load(partial_starts_ptr + seq)
         end_partial = tl.load(partial_starts_ptr + seq + 1)
     num_keys = end - first_key
-    chunk = tl.cdiv(tl.cdiv(num_keys, max_splits), BLOCK_N) * BLOCK_N
+    chunk = tl.cdiv(tl.cdiv(num_keys, max_splits), TOKENS) * TOKENS
     chunk = tl.maximum(chunk, MIN_CHUNK)
     num_splits = tl.maximum(tl.cdiv(num_keys, chunk), 1)
     if PDL:
@@ -206,7 +215,7 @@ def _paged_attention_kernel(
         # dimension's partner in the other half. Rows below GROUP are query heads, row GROUP is the
         # new key: one norm and one rotation serve both.
         offset, first_valid = _kv_offsets(
-            table_ptr, start, end, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N
+            table_ptr, start, end, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, 1
         )
         offset = offset[:, None] + head_offset[None, :]
         in_tile = first_valid[:, None] & in_dim[None, :]
@@ -262,35 +271,38 @@ def _paged_attention_kernel(
             row_sum += 1.0
             acc += new_v.to(tl.float32)[None, :]
         row_max, row_sum, acc = _softmax_step(
-            q, first_k, first_v, first_valid, row_max, row_sum, acc, scale_log2
+            q, first_k, first_v, first_valid[None, :], row_max, row_sum, acc, scale_log2
         )
         start += BLOCK_N
     else:
         q = tl.load(
             seq_ptr + (head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :],
-            mask=(row < GROUP)[:, None] & in_dim[None, :],
+            mask=(row < ROWS)[:, None] & in_dim[None, :],
             other=0.0,
         )
-    for tile in tl.range(start, end, BLOCK_N, num_stages=STAGES):
+    # With several heads to a tile a row sees the columns of its own.
+    sees = (row // GROUP)[:, None] == (tl.arange(0, BLOCK_N) % HEADS)[None, :]
+    for tile in tl.range(start, end, TOKENS, num_stages=STAGES):
         offset, valid = _kv_offsets(
-            table_ptr, tile, end, block_stride, slot_stride, BLOCK_SIZE, BLOCK_N
+            table_ptr, tile, end, block_stride, slot_stride, head_stride, BLOCK_SIZE, BLOCK_N, HEADS
         )
         offset = offset[:, None] + head_offset[None, :]
         in_tile = valid[:, None] & in_dim[None, :]
         k = tl.load(k_cache_ptr + offset, mask=in_tile, other=0.0)
         v = tl.load(v_cache_ptr + offset, mask=in_tile, other=0.0)
-        row_max, row_sum, acc = _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2)
+        seen = valid[None, :] & sees if HEADS > 1 else valid[None, :]
+        row_max, row_sum, acc = _softmax_step(q, k, v, seen, row_max, row_sum, acc, scale_log2)
     if SHARED:
         if PDL:
             gdc_wait()
         if (split == 0) & (first_partial < end_partial):
             row_max, row_sum, acc = _merge_shared(
                 row_max, row_sum, acc, shared_ptr, lse_ptr, first_partial, end_partial,
-                head * GROUP, num_kv_heads * GROUP, GROUP, BLOCK_M, BLOCK_D,
+                head * GROUP, num_kv_heads * GROUP, ROWS, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
     out_ptr += seq.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM
-    live = (row < GROUP)[:, None] & in_dim[None, :]
+    live = (row < ROWS)[:, None] & in_dim[None, :]
     result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)
     result_ptr = out_ptr + row[:, None] * HEAD_DIM + dim[None, :]
     if not SPLIT:
@@ -299,27 +311,27 @@ def _paged_attention_kernel(
         if num_splits == 1:
             tl.store(result_ptr, result.to(dtype), mask=live)
             return
-        pair = seq * num_kv_heads + head
-        first_row = pair * max_splits * GROUP
-        rows = first_row + split * GROUP + row
+        group = seq * tl.num_programs(0) + tl.program_id(0)
+        first_row = group * max_splits * ROWS
+        rows = first_row + split * ROWS + row
         partial_row_ptr = partial_ptr + rows.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
-        tl.store(partial_row_ptr, acc, mask=(row < GROUP)[:, None])
-        tl.store(stats_ptr + rows * 2, row_max, mask=row < GROUP)
-        tl.store(stats_ptr + rows * 2 + 1, row_sum, mask=row < GROUP)
+        tl.store(partial_row_ptr, acc, mask=(row < ROWS)[:, None])
+        tl.store(stats_ptr + rows * 2, row_max, mask=row < ROWS)
+        tl.store(stats_ptr + rows * 2 + 1, row_sum, mask=row < ROWS)
         # All threads' partials must be visible before the count is.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters_ptr + pair, 1, sem="acq_rel")
+        arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
         if arrived == num_splits - 1:
             partial_ptr += first_row.to(tl.int64) * BLOCK_D
             stats_ptr += first_row * 2
-            for g in tl.static_range(0, GROUP, 2):
-                h = min(g + 1, GROUP - 1)
+            for g in tl.static_range(0, ROWS, 2):
+                h = min(g + 1, ROWS - 1)
                 a, b = _merge_two(
-                    partial_ptr, stats_ptr, g, h, num_splits, GROUP, MERGE_STEP, BLOCK_D
+                    partial_ptr, stats_ptr, g, h, num_splits, ROWS, MERGE_STEP, BLOCK_D
                 )
                 tl.store(out_ptr + g * HEAD_DIM + dim, a.to(dtype), mask=in_dim)
                 tl.store(out_ptr + h * HEAD_DIM + dim, b.to(dtype), mask=in_dim)
-            tl.store(counters_ptr + pair, 0)
+            tl.store(counters_ptr + group, 0)
 
 
 def _decode(
@@ -357,22 +369,24 @@ def _decode(
     assert splits == 1 or workspace.stats.numel() >= batch * splits * num_heads * 2, (batch, splits)
     fused, group = cos_sin is not None, num_heads // num_kv_heads
     block_d = launch.next_power_of_2(head_dim)
-    _, block_n, warps, stages = _config(batch) if shared is None else _SHARED_CONFIG
+    _, block_n, warps, stages, most_heads = _config(batch) if shared is None else _SHARED_CONFIG
+    heads = 1 if fused else math.gcd(num_kv_heads, min(most_heads, max(16 // group, 1)))
     block_n = block_n * 128 * 2 // (block_d * rows.element_size())
     most = 128 if facts.large_shared_memory else 8192 // block_d
     if shared is not None:
         most = min(most, 64)  # own parts begin at multiples of that
     block_n = max(16, min(block_n, most))
     full = batch * num_kv_heads > 2 * facts.num_sms  # the batch alone fills the GPU
-    _paged_attention_kernel[(num_kv_heads, splits, batch)](
+    _paged_attention_kernel[(num_kv_heads // heads, splits, batch)](
         rows, k_cache, v_cache, block_tables, context_lens, out,
         workspace.partial, workspace.stats, workspace.counters, q_norm, k_norm, cos_sin,
         *((None,) * 4 if shared is None else vars(shared).values()),
         scale * LOG2_E, eps, rows.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3],
         HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, launch.next_power_of_2(group + fused)), BLOCK_D=block_d, BLOCK_N=block_n,
-        SPLIT=splits > 1, MIN_CHUNK=2048 if full else block_n,
+        BLOCK_M=max(16, launch.next_power_of_2(group * heads + fused)), BLOCK_D=block_d,
+        BLOCK_N=block_n, HEADS=heads, SPLIT=splits > 1,
+        MIN_CHUNK=2048 if full else block_n // heads,
         MERGE_STEP=8 if splits <= 8 else 1024 * warps // block_d,
         FUSED=fused, NORM=q_norm is not None, SHARED=shared is not None, PDL=facts.pdl,
         STAGES=stages,

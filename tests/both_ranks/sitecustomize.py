@@ -11,6 +11,7 @@ if "BOTH_RANKS_ON_ONE_GPU" in os.environ:
     import torch
 
     torch.cuda.device_count = lambda: 2
+    torch.cuda._queued_calls.clear()  # torch's start looks at every GPU that is counted
     from nanovllm.engine import model_runner, placement
 
     def select_device(config, rank):

@@ -1,12 +1,9 @@
 """Blocks that begin as another one does: its K/V are copied, as far as they are the same."""
 
-import numpy as np
 import pytest
-import torch
 from test_scheduler import add, blocks, run, update, work
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.kv_cache import copy_tokens
 from nanovllm.engine.scheduler import Scheduler
 
 HEAD = list(range(1, 9))  # two blocks of four
@@ -90,12 +87,3 @@ def test_prompt_logprobs_need_the_prompt_computed(scheduler):
 
 def test_small_gains_are_left_alone():
     assert BlockManager.MIN_COPIED_TOKENS == 64  # blocks of 256: a copy's launch costs as much
-
-
-def test_copies_are_made_in_order_in_all_layers():
-    pool = torch.randn(2, 3, 5, 4, 2, 8)
-    expected = pool.clone()
-    expected[:, :, 1, :3] = expected[:, :, 0, :3]
-    expected[:, :, 2, :2] = expected[:, :, 1, :2]
-    copy_tokens(pool, np.array([[0, 1, 3], [1, 2, 2]], np.int32))
-    assert torch.equal(pool, expected)

@@ -28,6 +28,7 @@ from cases import rope_table  # noqa: E402
 from nanovllm.attention.triton_attn import TritonBackend  # noqa: E402
 from nanovllm.engine.prefix_groups import find_groups, key_step, work_list  # noqa: E402
 from nanovllm.kernels import (  # noqa: E402
+    copy_tokens,
     grouped_gemm,
     launch,
     paged_attention,
@@ -276,6 +277,22 @@ def cascade_sweep_cases(small):
         yield cascade_case(label, [8] * 32, own, keys=keys)
 
 
+def copy_cases(small):
+    """Samples of one prompt, each with a copy of its last block: bytes read and written."""
+    for num_copies in (1, 64):
+        pool = rand(2, 28, num_copies + 1, 256, 8, 128)
+        copies = torch.tensor([[0, i + 1, 255] for i in range(num_copies)], dtype=torch.int32)
+        work = 2 * num_copies * 255 * pool[:, :, 0, 0].nbytes
+        on_device = copies.to(DEVICE)
+        yield Case(
+            f"copies {num_copies} x 255 tokens",
+            lambda _, pool=pool, copies=on_device: copy_tokens._copy_at_once(pool, copies),
+            1,
+            work,
+            others={"torch": lambda _, p=pool, c=copies: copy_tokens.copy_tokens_ref(p, c)},
+        )
+
+
 def prefill_case(label, lens, paged=False, heads=(16, 8), config=None):
     """lens: (new tokens, keys) of each sequence."""
     num_heads, num_kv_heads = heads
@@ -506,12 +523,13 @@ def sweep_cases(small):
                    (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 2)):  # fmt: skip
         yield prefill_case(f"sweep prefill 4 x 4096 {config}", [(4096, 4096)] * 4, config=config)
     table = dict(paged_attention._CONFIGS)
-    for batch in (64, 256):
-        for config in ((32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3)):
+    for batch in (64, 256, 512):
+        for config in ((32, 2, 3, 1), (32, 2, 5, 1), (64, 4, 3, 1), (128, 4, 2, 1), (64, 4, 2, 2),
+                       (64, 4, 3, 4)):  # fmt: skip
             paged_attention._CONFIGS.update(dict.fromkeys(table, (4, *config)))
             yield decode_case(f"sweep decode {batch} {config}", spread(batch, 100, 2048))
     for batch in (1, 8, 16):
-        for config in ((2, 64, 4, 2), (4, 64, 4, 2), (4, 32, 4, 2), (8, 32, 4, 2)):
+        for config in ((2, 64, 4, 2, 1), (4, 64, 4, 2, 1), (4, 32, 4, 2, 1), (8, 32, 4, 2, 1)):
             paged_attention._CONFIGS.update(dict.fromkeys(table, config))
             yield decode_case(f"sweep fused {batch} x 600 {config}", [600] * batch, fused=True)
     paged_attention._CONFIGS.update(table)
@@ -547,6 +565,7 @@ def moe_sweep_cases(small):
 SECTIONS = {
     "attention": attention_cases,
     "cascade": cascade_cases,
+    "copies": copy_cases,
     "prefill": prefill_cases,
     "linear": linear_cases,
     "moe": moe_cases,

@@ -25,6 +25,11 @@ GPU_CASES = [
     (25, 5, 96, 256, [257, 100]),
     (4, 4, 256, 256, [300, 1000]),
     (16, 8, 128, 256, [100 + 7 * i for i in range(70)]),
+    (16, 8, 128, 256, [1 + i % 300 for i in range(200)]),
+    (16, 8, 128, 256, [2 * i for i in range(430)]),
+    (32, 8, 128, 16, [3 * i % 200 for i in range(421)]),
+    (6, 6, 64, 32, [5 * i % 150 for i in range(440)]),
+    (25, 5, 96, 256, [700, *(i % 90 for i in range(430))]),
 ]
 
 
@@ -86,6 +91,15 @@ def check_fused(case, dtype, device, norm):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_matches_reference(case, dtype):
     check_decode(case, dtype, "cpu")
+
+
+@pytest.mark.parametrize("keys", [32, 64])
+@pytest.mark.parametrize("heads", [2, 4, 16])
+@pytest.mark.parametrize("case", [*CASES, (16, 8, 32, 32, [31, 70, 33])], ids=str)
+def test_decode_of_several_heads_a_program(case, heads, keys, monkeypatch):
+    """As many as divide the kv heads and fit a tile of 16 query heads; split keys too."""
+    monkeypatch.setattr(op, "_CONFIGS", {1 << 30: (4, keys, 4, 2, heads)})
+    check_decode(case, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("norm", [True, False])
