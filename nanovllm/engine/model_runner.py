@@ -60,12 +60,11 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.device = select_device(config, rank)
         self.dtype = select_dtype(config, hf_config, self.device)
-        backend, num_ranks = "gloo", config.tensor_parallel_size
         if self.device.type == "cuda":
-            backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        distributed.init(rank, num_ranks, init_method, backend, self.device, is_hopeless)
+        group = rank, config.tensor_parallel_size, init_method, self.device
+        distributed.init(*group, hf_config.hidden_size * self.dtype.itemsize, is_hopeless)
         self._fingerprint = fingerprint(checkpoint)
         try:
             self._start(hf_config, checkpoint)

@@ -70,7 +70,7 @@ def best_of_ranks(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     values: fp32 [n]. tokens: int64 [n].
     """
     peers = distributed.peer_memory()
-    if peers is not None and len(tokens) <= distributed.MAX_PAIRS:
+    if peers is not None:
         return pick_best(peers, values, tokens)
     drawn = distributed.all_gather(torch.stack((values.double(), tokens.double())))
     return pick_best_ref(drawn[:, 0], drawn[:, 1]).long()
@@ -88,7 +88,7 @@ def _shared_pieces(like: torch.Tensor) -> tuple[PeerMemory | None, list[slice]]:
     """The shared memory and the rows, [M, K], piece by piece as they fit there; or None where the
     library is to sum them."""
     peers, row_bytes = distributed.peer_memory(), like.size(1) * like.element_size()
-    if peers is None or not len(like) or len(like) > peers.max_rows(row_bytes):
+    if peers is None or len(like) > peers.max_rows(row_bytes):
         return None, []
-    step = peers.rows_of_a_slot(row_bytes)
+    step = max(peers.rows_of_a_slot(row_bytes), 1)
     return peers, [slice(first, first + step) for first in range(0, len(like), step)]

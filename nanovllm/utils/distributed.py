@@ -21,7 +21,7 @@ logger = logging.getLogger("nanovllm")
 
 # How a rank's PeerMemory is laid out: flags, pairs of words, two slots. In bytes but for counts.
 MAX_MEETINGS = 1024  # programs of a kernel that meet themselves on other ranks
-MAX_PAIRS = 4096
+MAX_PAIRS = 1 << 16  # more than the rows that a sampler takes
 _MAX_RANKS = 8
 _LEAVE_SECONDS = 5.0
 PAIRS_AT = 4 * MAX_MEETINGS * _MAX_RANKS
@@ -76,6 +76,7 @@ class _Group:
     size: int = 1
     device: torch.device = torch.device("cpu")
     peers: PeerMemory | None = None
+    nccl: Any = None  # torch's group for tensors on GPUs, where peers do not serve for all of them
 
 
 _ALONE = _Group()
@@ -86,13 +87,13 @@ def init(
     rank: int,
     size: int,
     init_method: str,
-    backend: str,
     device: torch.device,
+    row_bytes: int,
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> None:
     """Join the group of `size` ranks as `rank`; one rank needs none and joins none.
 
-    backend: torch's name of the library; numbers on the host need one that takes the CPU's tensors.
+    row_bytes: of the rows that are summed over ranks.
     is_hopeless: looked at while the others have not come; True raises ConnectionError.
     """
     global _group
@@ -105,6 +106,11 @@ def init(
         raise ValueError(f"rank: got {rank}, needs 0 <= rank < {size}, try one of these ranks")
     if size == 1:
         return
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"tensor_parallel_size: got {size} in a process that has a group of torch.distributed,"
+            " of its own or left behind by ranks that did not end, needs none, try a new process"
+        )
     # NCCL's watchdog would end this process, which may be the user's, when another rank dies.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -115,7 +121,7 @@ def init(
 
     def join() -> None:
         try:
-            dist.init_process_group(backend, init_method=init_method, world_size=size, rank=rank)
+            dist.init_process_group("gloo", init_method=init_method, world_size=size, rank=rank)
         except BaseException as error:
             failures.append(error)
 
@@ -129,10 +135,13 @@ def init(
         raise failures[0]
     _group = _Group(rank, size, device)
     if device.type == "cuda":
-        _group = _Group(rank, size, device, _share_memory(rank, size, device))
-        if _group.peers is None:
-            # NCCL connects when it is first used: a broken link shows here and not in a step.
-            dist.all_reduce(torch.zeros(1, device=device))
+        peers, nccl = _share_memory(rank, size, device), None
+        # Two ranks that share memory have no use for NCCL, whose groups may hang when they end.
+        if peers is None or size > 2 or not peers.rows_of_a_slot(row_bytes):
+            nccl = dist.new_group(backend="nccl")
+            # It connects when it is first used: a broken link shows here and not in a step.
+            dist.all_reduce(torch.zeros(1, device=device), group=nccl)
+        _group = _Group(rank, size, device, peers, nccl)
 
 
 def _share_memory(rank: int, size: int, device: torch.device) -> PeerMemory | None:
@@ -141,13 +150,17 @@ def _share_memory(rank: int, size: int, device: torch.device) -> PeerMemory | No
     try:
         from torch.distributed import _symmetric_memory as symmetric
 
+        world: Any = dist.group.WORLD
+        # Before torch 2.11 a group's name, which is always the same, leads to the store of the
+        # process's first one. It is gone, and this rank would wait there for the others.
+        if not min_over_ranks(not symmetric.is_symm_mem_enabled_for_group(world.group_name)):
+            raise RuntimeError("this torch shares it in a process's first engine alone")
         # Other kinds of it free memory together with all ranks, for which a rank that closes waits.
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
         memory = symmetric.empty(PeerMemory.num_bytes(), dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        world: Any = dist.group.WORLD
         handle = symmetric.rendezvous(memory, world)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -184,8 +197,7 @@ def abort() -> None:
     if group.peers is not None:
         group.peers.abort.fill_(1)
     with contextlib.suppress(Exception):
-        world: Any = dist.group.WORLD
-        world._get_backend(group.device).abort()
+        group.nccl._get_backend(group.device).abort()
 
 
 def max_rows_of_sums(row_bytes: int) -> int:
@@ -216,7 +228,7 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     tensor: any float [...] one addend per rank; returned holding the sum on every rank.
     """
     if _group.size > 1:
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=_group.nccl)
     return tensor
 
 
@@ -230,7 +242,7 @@ def gather_to_rank0(tensor: torch.Tensor, dim: int = -1) -> torch.Tensor | None:
     tensor, parts = tensor.contiguous(), None
     if _group.rank == 0:
         parts = [torch.empty_like(tensor) for _ in range(_group.size)]
-    dist.gather(tensor, parts, dst=0)
+    dist.gather(tensor, parts, dst=0, group=_group.nccl)
     return None if parts is None else torch.cat(parts, dim)
 
 
@@ -242,7 +254,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     if _group.size == 1:
         return tensor[None]
     parts = [torch.empty_like(tensor) for _ in range(_group.size)]
-    dist.all_gather(parts, tensor.contiguous())
+    dist.all_gather(parts, tensor.contiguous(), group=_group.nccl)
     return torch.stack(parts)
 
 

@@ -103,7 +103,7 @@ def check_embedding_and_head(w, rank, size):
 
 
 def check_all(rank: int, size: int, init_method: str) -> None:
-    distributed.init(rank, size, init_method, "gloo", torch.device("cpu"))
+    distributed.init(rank, size, init_method, torch.device("cpu"), 64)
     weights = random_weights()
     for check in (check_column_parallel, check_row_parallel, check_embedding_and_head):
         check(weights, rank, size)

@@ -226,7 +226,7 @@ def check_ranks(rank: int, folders: dict, rendezvous: str) -> None:
         if rank >= size:
             continue
         init_method = f"file://{rendezvous}/{size}"
-        distributed.init(rank, size, init_method, "gloo", torch.device("cpu"))
+        distributed.init(rank, size, init_method, torch.device("cpu"), 64)
         for name, folder in folders.items():
             logits = logits_of_all_steps(folder)
             assert (logits is None) == (rank > 0)
