@@ -20,7 +20,7 @@ from nanovllm.errors import naming
 class Config:
     model: str  # checkpoint directory, or a hub id to download; read by LLMEngine
     max_num_batched_tokens: int = 16384  # most tokens computed in one step; read by Scheduler
-    max_num_seqs: int = 512  # most sequences running at once, >= 1; read by Scheduler
+    max_num_seqs: int = 512  # most sequences running at once, 1 to 65,535; read by Scheduler
     max_model_len: int = 4096  # prompt + output tokens, >= 2; clamped to what the model allows
     gpu_memory_utilization: float = 0.9  # share of device memory to plan for, (0, 1]; kv_cache
     tensor_parallel_size: int = 1  # ranks, 1 to 8; read by WorkerGroup
@@ -126,7 +126,7 @@ _SECONDS = ("a number of seconds", "0 < seconds < 1e6", "60", lambda x: 0 < x < 
 _CHECKS: dict[str, tuple[Any, ...]] = {
     "model": (_model,),
     "max_num_batched_tokens": (_integer, 1),
-    "max_num_seqs": (_integer, 1),
+    "max_num_seqs": (_integer, 1, 65_535),  # a grid of programs has no more rows
     "max_model_len": (_integer, 2),
     "gpu_memory_utilization": (_number, *_SHARE),
     "tensor_parallel_size": (_integer, 1, 8),

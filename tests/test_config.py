@@ -15,7 +15,7 @@ from tests.test_isolation import JUNK
 
 INTEGERS = {  # field -> (default, lowest, highest)
     "max_num_batched_tokens": (16384, 1, None),
-    "max_num_seqs": (512, 1, None),
+    "max_num_seqs": (512, 1, 65_535),
     "max_model_len": (4096, 2, None),
     "tensor_parallel_size": (1, 1, 8),
     "kvcache_block_size": (256, 1, None),

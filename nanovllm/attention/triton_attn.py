@@ -73,13 +73,7 @@ class TritonBackend(AttentionBackend):
             assert k_cache is not None and v_cache is not None, "block tables without a cache"
             k, v = k_cache, v_cache
         return prefill_attention(
-            q,
-            k,
-            v,
-            ctx.cu_seqlens_q,
-            ctx.cu_seqlens_k,
-            q.size(-1) ** -0.5,
-            ctx.block_tables,
+            q, k, v, ctx.cu_seqlens_q, ctx.cu_seqlens_k, q.size(-1) ** -0.5, ctx.block_tables
         )
 
     def decode(

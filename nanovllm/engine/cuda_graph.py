@@ -52,9 +52,7 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 
 def capture(
-    step: Callable[[], StepResult],
-    rehearsal: Callable[[], AbstractContextManager[None]],
-    pool: Any,
+    step: Callable[[], StepResult], rehearsal: Callable[[], AbstractContextManager[None]], pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, StepResult]:
     """A step's graph and what its replays leave their results in.
 
@@ -180,11 +178,7 @@ _PREFILL_BUCKETS = (
 
 class PrefillGraphs:
     def __init__(
-        self,
-        step: Step,
-        state: DecodeState,
-        max_num_tokens: int,
-        capture: Capture,
+        self, step: Step, state: DecodeState, max_num_tokens: int, capture: Capture
     ) -> None:
         """Capture short prefills without cached context, the largest first.
 

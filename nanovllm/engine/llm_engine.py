@@ -133,22 +133,23 @@ class LLMEngine:
         self._check_open()
         with naming("prompt"):
             check_one("prompt", prompt)
-        if self._loop.is_serving:
-            raise RuntimeError(
-                "add_request: generate or a stream is running, needs it to end first, try to call"
-                " it outside of on_result and of the loop over a stream"
-            )
-        request = self._intake.make(self._intake.read([prompt], sampling_params)[0])
-        self._loop.add(request)
+        prepared = self._intake.read([prompt], sampling_params)[0]
+        with self._loop.turn:
+            self._check_not_serving("add_request")
+            request = self._intake.make(prepared)
+            self._loop.add(request)
         return request.request_id
 
     def step(self) -> list[tuple[int, RequestOutput]]:
         """Compute one step; the requests it finished, each as (request id, result).
 
-        An exception from the device drops every queued request; the engine stays usable.
+        An exception from the device drops every queued request; the engine stays usable. Other
+        threads may add requests, and abort them, meanwhile.
         """
         self._check_open()
-        outcome = self._loop.step()
+        with self._loop.turn:
+            self._check_not_serving("step")
+            outcome = self._loop.step()
         try:
             return [(request.request_id, request.output()) for request in outcome.ended]
         except BaseException:
@@ -284,6 +285,13 @@ class LLMEngine:
 
     def _check_open(self) -> None:
         self._loop.check_open()
+
+    def _check_not_serving(self, call: str) -> None:
+        if self._loop.is_serving:
+            raise RuntimeError(
+                f"{call}: generate or a stream is running, needs it to end first, try to call it"
+                " outside of on_result and of the loop over a stream"
+            )
 
     def _check_idle(self, call: str) -> None:
         self._check_open()

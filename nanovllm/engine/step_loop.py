@@ -4,6 +4,7 @@ It knows requests and what a step gives; which requests there are, and what beco
 results, is up to the engine.
 """
 
+import threading
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
@@ -45,6 +46,8 @@ class StepLoop:
         self._scheduler, self._runner, self._workers = scheduler, runner, workers
         self._overlap = overlap
         self.is_serving = False
+        # Held by the thread that changes what is below; another one waits until a step is over.
+        self.turn = threading.RLock()
         self._requests: dict[int, Request] = {}  # of each unfinished sequence, by its id
         self._by_id: dict[int, Request] = {}  # those with a sample that has not ended
         self._watched: dict[int, Sample] = {}  # likewise, those that look at each token
@@ -62,12 +65,13 @@ class StepLoop:
 
     def abort(self, request_id: int) -> None:
         """End a request, which the next step tells of; one that has ended is left alone."""
-        request = self._by_id.pop(request_id, None)
-        if request is not None:
-            seqs = [s.seq for s in request.samples if s.seq.seq_id in self._requests]
-            self._scheduler.abort(seqs)
-            self._forget(seqs)
-            self._ended.append(request)
+        with self.turn:
+            request = self._by_id.pop(request_id, None)
+            if request is not None:
+                seqs = [s.seq for s in request.samples if s.seq.seq_id in self._requests]
+                self._scheduler.abort(seqs)
+                self._forget(seqs)
+                self._ended.append(request)
 
     def add(self, request: Request) -> None:
         seqs = [sample.seq for sample in request.samples]
@@ -94,12 +98,20 @@ class StepLoop:
         """Run these requests, a step at a time. None among them: there are no more for now.
 
         Only as many are taken as the scheduler may want soon, so that the device need not wait for
-        the others. Whatever ends this early, no request and no block stays behind.
+        the others. Whatever ends this early, no request and no block stays behind. RuntimeError
+        where there are other requests, as of a call in another thread.
         """
-        self.is_serving = True
+        with self.turn:
+            if self.is_serving or not self.is_finished():
+                raise RuntimeError(
+                    "this engine is at work for another call, perhaps in another thread, needs to"
+                    " end it first, try one call with all prompts, or a lock around the calls"
+                )
+            self.is_serving = True
         try:
             while True:
-                self._fill_queue(todo)
+                with self.turn:
+                    self._fill_queue(todo)
                 if self.is_finished():
                     return
                 yield self.step()
@@ -127,7 +139,11 @@ class StepLoop:
         While the host does the second, stores the tokens and makes their text, the device works
         on the first.
         """
-        self.check_open()
+        with self.turn:
+            self.check_open()
+            return self._step()
+
+    def _step(self) -> Outcome:
         outcome = Outcome(None, self._ended, [])
         self._ended = []
         try:
@@ -221,6 +237,7 @@ class StepLoop:
                 request.add_prompt_logprobs(int(batch.num_cached_tokens[i]), piece)
 
     def reset(self) -> None:
+        """Drop all requests."""
         self._inflight.clear()
         self._requests.clear()
         self._by_id.clear()

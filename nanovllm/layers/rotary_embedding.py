@@ -20,7 +20,7 @@ _KINDS: dict[str, set[str]] = {
     "linear": {"factor"},
     "dynamic": {"factor"},
     "llama3": {
-        *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     },
     "yarn": {
         *("factor", "original_max_position_embeddings", "attention_factor"),
