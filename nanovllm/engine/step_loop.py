@@ -98,8 +98,8 @@ class StepLoop:
         """Run these requests, a step at a time. None among them: there are no more for now.
 
         Only as many are taken as the scheduler may want soon, so that the device need not wait for
-        the others. Whatever ends this early, no request and no block stays behind. RuntimeError
-        where there are other requests, as of a call in another thread.
+        the others. Whatever ends this early, no request and no block stays behind. Raises
+        RuntimeError where there are other requests, as of a call in another thread.
         """
         with self.turn:
             if self.is_serving or not self.is_finished():
@@ -238,9 +238,10 @@ class StepLoop:
 
     def reset(self) -> None:
         """Drop all requests."""
-        self._inflight.clear()
-        self._requests.clear()
-        self._by_id.clear()
-        self._watched.clear()
-        self._ended.clear()
-        self._scheduler.reset()
+        with self.turn:
+            self._inflight.clear()
+            self._requests.clear()
+            self._by_id.clear()
+            self._watched.clear()
+            self._ended.clear()
+            self._scheduler.reset()

@@ -42,7 +42,7 @@ def copy_tokens(pool: torch.Tensor, copies: torch.Tensor) -> None:
         copy_tokens_ref(pool, copies)
         return
     assert pool.is_contiguous(), pool.stride()
-    for wave in copies.to(pool.device).split(_wave_sizes(copies)):
+    for wave in copies.to(pool.device, non_blocking=True).split(_wave_sizes(copies)):
         _copy_at_once(pool, wave)
 
 

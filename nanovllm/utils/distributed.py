@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -135,38 +135,57 @@ def init(
         raise failures[0]
     _group = _Group(rank, size, device)
     if device.type == "cuda":
-        peers, nccl = _share_memory(rank, size, device), None
-        # Two ranks that share memory have no use for NCCL, whose groups may hang when they end.
-        if peers is None or size > 2 or not peers.rows_of_a_slot(row_bytes):
-            nccl = dist.new_group(backend="nccl")
-            # It connects when it is first used: a broken link shows here and not in a step.
-            dist.all_reduce(torch.zeros(1, device=device), group=nccl)
-        _group = _Group(rank, size, device, peers, nccl)
+        try:
+            _group = _connect(_group, row_bytes, f"nanovllm {init_method}")
+        except BaseException:
+            destroy()
+            raise
 
 
-def _share_memory(rank: int, size: int, device: torch.device) -> PeerMemory | None:
-    """Memory between the ranks' GPUs, or None where one of them cannot have it."""
-    peers = None
+def _connect(group: _Group, row_bytes: int, name: str) -> _Group:
+    """The group with what its GPUs reach each other by."""
+    peers, nccl = _share_memory(group.rank, group.size, group.device, name), None
+    # Two ranks that share memory have no use for NCCL, whose groups may hang when they end.
+    if peers is None or group.size > 2 or not peers.rows_of_a_slot(row_bytes):
+        nccl = dist.new_group(backend="nccl")
+        # It connects when it is first used: a broken link shows here and not in a step.
+        dist.all_reduce(torch.zeros(1, device=group.device), group=nccl)
+    return replace(group, peers=peers, nccl=nccl)
+
+
+def _share_memory(rank: int, size: int, device: torch.device, name: Any) -> PeerMemory | None:
+    """Memory between the ranks' GPUs, or None where one of them cannot have it.
+
+    name: a string of this group and no other in the process's life, the same on every rank.
+    """
+    memory: torch.Tensor | None = None
+    peers: PeerMemory | None = None
     try:
         from torch.distributed import _symmetric_memory as symmetric
+        from torch.distributed.distributed_c10d import _register_process_group
 
+        # torch's own name is the same for each group in turn, and before 2.11 leads to the store
+        # of the first one, which is gone: this rank would wait there for the others.
         world: Any = dist.group.WORLD
-        # Before torch 2.11 a group's name, which is always the same, leads to the store of the
-        # process's first one. It is gone, and this rank would wait there for the others.
-        if not min_over_ranks(not symmetric.is_symm_mem_enabled_for_group(world.group_name)):
-            raise RuntimeError("this torch shares it in a process's first engine alone")
+        _register_process_group(name, world)
         # Other kinds of it free memory together with all ranks, for which a rank that closes waits.
         if symmetric.get_backend(device) != "CUDA":
             symmetric.set_backend("CUDA")
         memory = symmetric.empty(PeerMemory.num_bytes(), dtype=torch.uint8, device=device)
         memory.zero_()
         torch.cuda.synchronize(device)
-        handle = symmetric.rendezvous(memory, world)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        logger.info("nanovllm: rank %d shares no memory with others (%s); NCCL sums", rank, error)
+    # In the rendezvous a rank waits for all others, and hears of nothing else.
+    if not min_over_ranks(memory is not None) or memory is None:
+        return None
+    try:
+        handle = symmetric.rendezvous(memory, name)
         addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
         abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         peers = PeerMemory(rank, size, memory, addresses, abort, handle)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        logger.info("nanovllm: rank %d shares no memory with others (%s); NCCL sums", rank, error)
+    except RuntimeError as error:
+        logger.info("nanovllm: rank %d reaches no memory of others (%s); NCCL sums", rank, error)
     # Also the barrier that no rank's flags are touched before they are zero.
     return peers if min_over_ranks(peers is not None) else None
 

@@ -2,11 +2,13 @@
 
 import socket
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nanovllm.layers import collectives
 from nanovllm.utils import distributed
@@ -103,11 +105,54 @@ def test_nccl_only_where_shared_memory_does_not_serve(
     assert distributed._group.nccl == ("nccl" if needs_nccl else None)
 
 
-def test_memory_is_not_shared_through_the_store_of_an_earlier_group(group_of_one, monkeypatch):
-    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
-    monkeypatch.setattr(symmetric, "is_symm_mem_enabled_for_group", lambda name: True)
-    monkeypatch.setattr(symmetric, "empty", lambda *_, **__: pytest.fail("memory was asked for"))
-    assert distributed._share_memory(0, 1, torch.device("cpu")) is None
+def test_a_link_that_is_broken_leaves_no_group_behind(tmp_path, monkeypatch):
+    def init_alone(backend, init_method, world_size, rank, init=dist.init_process_group):
+        init(backend, init_method=init_method, world_size=1, rank=0)
+
+    monkeypatch.setattr(dist, "init_process_group", init_alone)
+    monkeypatch.setattr(distributed, "_share_memory", lambda *_: None)
+    monkeypatch.setattr(dist, "new_group", Mock(side_effect=RuntimeError("no link")))
+    for i in range(2):
+        with pytest.raises(RuntimeError, match="no link"):
+            distributed.init(0, 2, f"file://{tmp_path}/{i}", SimpleNamespace(type="cuda"), 64)
+        assert not dist.is_initialized() and distributed.tp_size() == 1
+
+
+@pytest.fixture
+def symmetric(group_of_one, monkeypatch):
+    """torch's module for shared memory, on the CPU."""
+    module = pytest.importorskip("torch.distributed._symmetric_memory")
+    seen = []
+
+    def rendezvous(memory, name):
+        seen.append((name, _resolve_process_group(name) is dist.group.WORLD))
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()])
+
+    fakes = {"get_backend": lambda device: "CUDA", "empty": torch.empty, "rendezvous": rendezvous}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(module, name, fake)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, **kw: zeros(*size, **kw))
+    return module, seen
+
+
+def test_each_group_shares_memory_under_a_name_of_its_own(symmetric):
+    """What torch keeps of a name outlives the group."""
+    for name in ("first", "second"):
+        assert distributed._share_memory(0, 1, torch.device("cpu"), name).memory.sum() == 0
+    assert symmetric[1] == [("first", True), ("second", True)]
+
+
+@pytest.mark.parametrize("where", ["here", "elsewhere"])
+def test_nobody_waits_for_a_rank_that_has_no_memory_to_share(where, symmetric, monkeypatch):
+    module, seen = symmetric
+    if where == "here":
+        monkeypatch.setattr(module, "empty", Mock(side_effect=torch.OutOfMemoryError("none")))
+    else:
+        monkeypatch.setattr(distributed, "min_over_ranks", lambda value: False)
+    assert distributed._share_memory(0, 1, torch.device("cpu"), where) is None
+    assert seen == []
 
 
 def test_no_rows_need_no_rank(monkeypatch):
