@@ -1,4 +1,4 @@
-"""Two ranks on two GPUs equal one: memory shared between them, graphs with sums, NCCL beside it."""
+"""Two ranks on two GPUs equal one: memory shared between them, graphs with sums."""
 
 import os
 
@@ -41,7 +41,7 @@ def run(num_ranks, prompts, params, **settings):
     ids=str,
 )
 def test_two_ranks_give_the_tokens_of_one(settings):
-    """fp32; greedy and drawn rows, prompts that NCCL sums and prompts that shared memory does."""
+    """fp32; greedy and drawn rows, short prompts and long ones."""
     prompts = random_prompts(NUM_PROMPTS, 2000, seed=3) + [
         list(range(1, 900)),
         list(range(7, 1000)),
