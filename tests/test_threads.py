@@ -102,6 +102,17 @@ def test_threads_add_requests_to_an_engine_that_one_steps(llm, expected):
     check_idle(llm, expected)
 
 
+def test_what_makes_requests_may_wait_for_a_thread_that_aborts(llm, expected):
+    def items():
+        for i, prompt in enumerate(PROMPTS):
+            assert run_each(partial(llm.abort, 10**9)) == []  # which it waits for
+            yield i, prompt, GREEDY
+
+    outputs = dict(llm.generate_each(items()))
+    assert [outputs[i]["token_ids"] for i in range(len(PROMPTS))] == expected
+    check_idle(llm, expected)
+
+
 def test_step_leaves_the_requests_of_generate_alone(llm, expected):
     refusals = []
 

@@ -63,8 +63,9 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        group = rank, config.tensor_parallel_size, init_method, self.device
-        distributed.init(*group, hf_config.hidden_size * self.dtype.itemsize, is_hopeless)
+        num_ranks = config.tensor_parallel_size
+        row_bytes = hf_config.hidden_size * self.dtype.itemsize
+        distributed.init(rank, num_ranks, init_method, self.device, row_bytes, is_hopeless)
         self._fingerprint = fingerprint(checkpoint)
         try:
             self._start(hf_config, checkpoint)

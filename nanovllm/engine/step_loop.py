@@ -110,11 +110,12 @@ class StepLoop:
             self.is_serving = True
         try:
             while True:
+                self._fill_queue(todo)
                 with self.turn:
-                    self._fill_queue(todo)
-                if self.is_finished():
-                    return
-                yield self.step()
+                    if self.is_finished():
+                        return
+                    outcome = self.step()
+                yield outcome
         except BaseException:  # an interrupt too
             self.reset()
             raise
@@ -131,19 +132,17 @@ class StepLoop:
             request = next(todo, None)
             if request is None:
                 break
-            self.add(request)
+            with self.turn:  # not around next: what makes requests may wait for other threads
+                self.add(request)
 
     def step(self) -> Outcome:
-        """Launch the next step, then read back the one before it, or this one without overlap.
+        """Launch the next step, then read back the one before it, or this one without overlap. It
+        takes the caller's turn.
 
         While the host does the second, stores the tokens and makes their text, the device works
         on the first.
         """
-        with self.turn:
-            self.check_open()
-            return self._step()
-
-    def _step(self) -> Outcome:
+        self.check_open()
         outcome = Outcome(None, self._ended, [])
         self._ended = []
         try:

@@ -90,5 +90,5 @@ def _shared_pieces(like: torch.Tensor) -> tuple[PeerMemory | None, list[slice]]:
     peers, row_bytes = distributed.peer_memory(), like.size(1) * like.element_size()
     if peers is None or len(like) > peers.max_rows(row_bytes):
         return None, []
-    step = max(peers.rows_of_a_slot(row_bytes), 1)
+    step = max(peers.rows_of_a_slot(row_bytes), 1)  # no rows need no slot
     return peers, [slice(first, first + step) for first in range(0, len(like), step)]

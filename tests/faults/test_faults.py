@@ -1,6 +1,6 @@
 """R8, R9, R11: whatever ends a rank, the caller knows within 2 s, and nothing is left behind.
 
-With NANOVLLM_FAULTS_DEVICE=cuda on a machine with two GPUs: the same over NCCL, within 5 s.
+With NANOVLLM_FAULTS_DEVICE=cuda on a machine with two GPUs: the same between them, within 5 s.
 """
 
 import json

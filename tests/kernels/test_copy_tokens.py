@@ -59,7 +59,7 @@ def test_copies_equal_those_made_one_by_one_on_gpu(shape, num_copies):
 
 @pytest.mark.gpu
 def test_layers_beyond_2_31_elements_on_gpu():
-    """The last layer's V begins 2.2e9 elements after the first one's K."""
+    """The last layer's V ends 2.6e9 elements after the first one's K begins."""
     pool = torch.zeros(2, 2, 5000, 256, 4, 128, dtype=torch.bfloat16, device="cuda")
     pool[:, :, 1] = 1
     pool[1, 1, 1] = 2
