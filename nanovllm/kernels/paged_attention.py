@@ -3,7 +3,7 @@
     grid (kv head, split, sequence); context of 10 keys, 3 splits, tiles of 2 keys:
 
         keys     0 1 2 3 | 4 5 6 7 | 8 9        chunk = 4: even shares in whole tiles
-        program  split 0 | split 1 | split 2    each leaves (max, sum, weighted values);
+        program  split 0 | split 1 | split 2    each leaves its result and lse;
                                                 the last to arrive merges all, in split order
 
 The number of splits comes from batch, heads and SMs, never from the lengths, which are read on the
@@ -44,8 +44,8 @@ _MAX_SPLITS = 64
 class DecodeWorkspace:
     """Scratch of one decode stream, shared by all layers."""
 
-    partial: torch.Tensor  # fp32: weighted values of each (sequence, kv head, split, query head)
-    stats: torch.Tensor  # fp32: running maximum and sum of the same
+    partial: torch.Tensor  # fp32: results of each (sequence, kv head, split, query head)
+    lse: torch.Tensor  # fp32: log2 of the sum of exp2 of their scores
     counters: torch.Tensor  # int32 [max_batch * num_kv_heads] splits arrived; 0 between calls
 
 
@@ -78,7 +78,7 @@ def decode_workspace(
         partial=torch.empty(
             rows * launch.next_power_of_2(head_dim), dtype=torch.float32, device=device
         ),
-        stats=torch.empty(rows * 2, dtype=torch.float32, device=device),
+        lse=torch.empty(rows, dtype=torch.float32, device=device),
         counters=torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device),
     )
 
@@ -168,7 +168,7 @@ def _softmax_step(q, k, v, valid, row_max, row_sum, acc, scale_log2):
 @triton.jit
 def _paged_attention_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, context_lens_ptr, out_ptr, partial_ptr,
-    stats_ptr, counters_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, own_starts_ptr,
+    partial_lse_ptr, counters_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, own_starts_ptr,
     partial_starts_ptr, shared_ptr, lse_ptr, scale_log2, eps, q_stride, out_stride, table_stride,
     block_stride, slot_stride, head_stride,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -298,12 +298,12 @@ def _paged_attention_kernel(
         if (split == 0) & (first_partial < end_partial):
             row_max, row_sum, acc = _merge_shared(
                 row_max, row_sum, acc, shared_ptr, lse_ptr, first_partial, end_partial,
-                head * GROUP, num_kv_heads * GROUP, ROWS, BLOCK_M, BLOCK_D,
+                head * GROUP, num_kv_heads * GROUP, ROWS, MERGE_STEP, BLOCK_M, BLOCK_D,
             )  # fmt: skip
 
     out_ptr += seq.to(tl.int64) * out_stride + head * GROUP * HEAD_DIM
     live = (row < ROWS)[:, None] & in_dim[None, :]
-    result = tl.where(row_sum[:, None] > 0.0, acc / row_sum[:, None], 0.0)
+    result = acc * tl.where(row_sum > 0.0, 1.0 / row_sum, 0.0)[:, None]
     result_ptr = out_ptr + row[:, None] * HEAD_DIM + dim[None, :]
     if not SPLIT:
         tl.store(result_ptr, result.to(dtype), mask=live)
@@ -315,22 +315,20 @@ def _paged_attention_kernel(
         first_row = group * max_splits * ROWS
         rows = first_row + split * ROWS + row
         partial_row_ptr = partial_ptr + rows.to(tl.int64)[:, None] * BLOCK_D + dim[None, :]
-        tl.store(partial_row_ptr, acc, mask=(row < ROWS)[:, None])
-        tl.store(stats_ptr + rows * 2, row_max, mask=row < ROWS)
-        tl.store(stats_ptr + rows * 2 + 1, row_sum, mask=row < ROWS)
+        tl.store(partial_row_ptr, result, mask=(row < ROWS)[:, None])
+        tl.store(partial_lse_ptr + rows, row_max + tl.log2(row_sum), mask=row < ROWS)
         # All threads' partials must be visible before the count is.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
         if arrived == num_splits - 1:
-            partial_ptr += first_row.to(tl.int64) * BLOCK_D
-            stats_ptr += first_row * 2
             for g in tl.static_range(0, ROWS, 2):
                 h = min(g + 1, ROWS - 1)
-                a, b = _merge_two(
-                    partial_ptr, stats_ptr, g, h, num_splits, ROWS, MERGE_STEP, BLOCK_D
-                )
-                tl.store(out_ptr + g * HEAD_DIM + dim, a.to(dtype), mask=in_dim)
-                tl.store(out_ptr + h * HEAD_DIM + dim, b.to(dtype), mask=in_dim)
+                a, sum_a, _, b, sum_b, _ = _merge_two(
+                    partial_ptr, partial_lse_ptr, first_row + g, first_row + h, num_splits, ROWS,
+                    MERGE_STEP, BLOCK_D,
+                )  # fmt: skip
+                tl.store(out_ptr + g * HEAD_DIM + dim, (a / sum_a).to(dtype), mask=in_dim)
+                tl.store(out_ptr + h * HEAD_DIM + dim, (b / sum_b).to(dtype), mask=in_dim)
             tl.store(counters_ptr + group, 0)
 
 
@@ -366,7 +364,7 @@ def _decode(
     assert k_cache.stride(3) == block_tables.stride(1) == 1
     assert out.stride()[1:] == (head_dim, 1), out.stride()
     assert workspace.counters.numel() >= batch * num_kv_heads, workspace.counters.shape
-    assert splits == 1 or workspace.stats.numel() >= batch * splits * num_heads * 2, (batch, splits)
+    assert splits == 1 or workspace.lse.numel() >= batch * splits * num_heads, (batch, splits)
     fused, group = cos_sin is not None, num_heads // num_kv_heads
     block_d = launch.next_power_of_2(head_dim)
     _, block_n, warps, stages, most_heads = _config(batch) if shared is None else _SHARED_CONFIG
@@ -379,7 +377,7 @@ def _decode(
     full = batch * num_kv_heads > 2 * facts.num_sms  # the batch alone fills the GPU
     _paged_attention_kernel[(num_kv_heads // heads, splits, batch)](
         rows, k_cache, v_cache, block_tables, context_lens, out,
-        workspace.partial, workspace.stats, workspace.counters, q_norm, k_norm, cos_sin,
+        workspace.partial, workspace.lse, workspace.counters, q_norm, k_norm, cos_sin,
         *((None,) * 4 if shared is None else vars(shared).values()),
         scale * LOG2_E, eps, rows.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3],

@@ -22,9 +22,11 @@ from nanovllm.kernels.prefill_attention import LOG2_E, _attend
 
 ITEM_ROWS = 64  # query rows of an item: of Hopper's matrix product, the least without padding
 ITEM_KEYS = 256  # or more, where there are items enough without
-# keys a tile for 2-byte heads of 128, warps, stages, programs an SM. With a block's look-up in the
-# loop, 5 stages load ahead as 3 would without.
-_CONFIG = (64, 4, 5, 2)
+# Whether paged attention's programs are few enough to run all at once beside this kernel's, which
+# then has to leave them shared memory (4 an SM that has one of these: 196 KB, measured on an H200):
+# (keys a tile for 2-byte heads of 128, warps, stages, programs an SM). With a block's look-up in
+# the loop, 5 stages load ahead as 3 would without.
+_CONFIGS = {True: (32, 4, 8, 2), False: (64, 4, 5, 2)}
 # A thread's, few enough that four programs of paged attention start beside one of this kernel. It
 # takes no more than that where a row of the tile is 256 bytes or less; others would spill.
 _MAX_REGISTERS = 192
@@ -140,10 +142,14 @@ def _shared_prefix_kernel(
         )  # fmt: skip
         partial = tl.load(partial_starts_ptr + seq, mask=live, other=0) + slot
         at = partial.to(tl.int64) * num_heads + query_head
-        tl.store(values_ptr + at[:, None] * BLOCK_D + dim, acc / row_sum[:, None], live[:, None])
+        values = acc * (1.0 / row_sum)[:, None]
+        tl.store(values_ptr + at[:, None] * BLOCK_D + dim, values, mask=live[:, None])
         tl.store(lse_ptr + at, row_max + tl.log2(row_sum), mask=live)
     if PDL:
-        gdc_wait()  # without an item too: when this kernel has ended, so have those before it
+        # When this kernel has ended, so have those before it: without items too. Other programs
+        # that have none leave at once, and paged attention's take their place.
+        if tl.program_id(1) == 0:
+            gdc_wait()
 
 
 def shared_prefix_attention(
@@ -179,7 +185,7 @@ def shared_prefix_attention(
     assert q.stride()[1:] == (head_dim, 1), q.stride()
     assert shared.values.shape[1:] == (q.size(1), launch.next_power_of_2(head_dim))
     facts = launch.gpu(q.device)
-    block_n, warps, stages, per_sm = _CONFIG
+    block_n, warps, stages, per_sm = _CONFIGS[len(q) * num_kv_heads <= 4 * facts.num_sms]
     num_programs = min(launch.cdiv(per_sm * facts.num_sms, num_kv_heads), len(items))
     block_d = launch.next_power_of_2(head_dim)
     block_n = max(16, min(block_n * 256 // (block_d * q.element_size()), block_n))

@@ -235,11 +235,13 @@ def cascade_case(label, groups, own_lens, heads=(16, 8), config=None, keys=None)
     )
 
     def run(i):
-        usual, shared_prefix._CONFIG = shared_prefix._CONFIG, config or shared_prefix._CONFIG
+        usual = shared_prefix._CONFIGS
+        if config:
+            shared_prefix._CONFIGS = dict.fromkeys(usual, config)
         shared_prefix.shared_prefix_attention(
             q, k[i], v[i], tables, lists["items"], lists["num_items"], partials, scale
         )
-        shared_prefix._CONFIG = usual
+        shared_prefix._CONFIGS = usual
         paged_attention.paged_decode_attention(
             q, k[i], v[i], tables, lens, scale, out, space, partials
         )

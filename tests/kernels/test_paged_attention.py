@@ -46,7 +46,7 @@ def check_decode(case, dtype, device):
         q.device,
     )  # fmt: skip
     workspace.partial.fill_(torch.nan)
-    workspace.stats.fill_(torch.nan)
+    workspace.lse.fill_(torch.nan)
     op.paged_decode_attention(*args, out=out, workspace=workspace)
     exact = op.paged_decode_attention_ref(*to_float(args))
     plain = op.paged_decode_attention_ref(*args)
