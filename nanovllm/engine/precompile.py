@@ -34,7 +34,7 @@ from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.placement import select_dtype
 from nanovllm.kernels import launch
 from nanovllm.utils import distributed
-from nanovllm.utils.distributed import PeerMemory
+from nanovllm.utils.peer_memory import PeerMemory
 
 logger = logging.getLogger("nanovllm")
 

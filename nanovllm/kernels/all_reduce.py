@@ -1,6 +1,6 @@
 """What ranks do together in one kernel: sums of their rows, and the best of their draws.
 
-Each rank has its share in memory that all of them can read (utils/distributed.PeerMemory). A kernel
+Each rank has its share in memory that all of them can read (utils/peer_memory.py). A kernel
 first meets itself on the other ranks: every program tells its peers of the same place that it has
 come, and waits for them. Whatever a rank had written before its kernel started is then there to be
 read, over NVLink:
@@ -17,7 +17,7 @@ import torch
 from nanovllm.kernels import launch
 from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
 from nanovllm.kernels.rms_norm import add_rms_norm_ref
-from nanovllm.utils.distributed import MAX_MEETINGS, MAX_PAIRS, PAIRS_AT, PeerMemory, Slot
+from nanovllm.utils.peer_memory import MAX_MEETINGS, MAX_PAIRS, PAIRS_AT, PeerMemory, Slot
 
 
 def sum_ref(parts: torch.Tensor) -> torch.Tensor:

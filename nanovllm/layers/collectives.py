@@ -11,7 +11,7 @@ import torch
 from nanovllm.kernels.all_reduce import pick_best, pick_best_ref, sum_add_rms_norm, sum_over_ranks
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.utils import distributed
-from nanovllm.utils.distributed import PeerMemory
+from nanovllm.utils.peer_memory import PeerMemory
 
 # Writes this rank's addend for these rows to its second argument, [rows, K].
 Addend = Callable[[slice, torch.Tensor], object]

@@ -7,7 +7,6 @@ slowly: kernels that wait for the other rank wait for the GPU to switch to its p
 import os
 
 if "BOTH_RANKS_ON_ONE_GPU" in os.environ:
-    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     import torch
 
     torch.cuda.device_count = lambda: 2

@@ -8,7 +8,7 @@ from cases import POISON, assert_error_at_most_twice_torch, to_float
 
 from nanovllm.kernels import all_reduce as op
 from nanovllm.kernels import launch
-from nanovllm.utils.distributed import MAX_MEETINGS, MAX_PAIRS, PAIRS_AT, PeerMemory
+from nanovllm.utils.peer_memory import MAX_MEETINGS, MAX_PAIRS, PAIRS_AT, PeerMemory
 
 CASES = [(1, 1, 80), (1, 17, 192), (2, 15, 1024), (3, 5, 64)]  # peers, rows, columns
 GPU_CASES = [

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from nanovllm.layers import collectives
 from nanovllm.utils import distributed
-from nanovllm.utils.distributed import PeerMemory
+from nanovllm.utils.peer_memory import PeerMemory
 
 
 def test_one_rank_needs_no_group_and_no_port(monkeypatch):
@@ -98,7 +97,7 @@ def test_nccl_only_where_shared_memory_does_not_serve(
     monkeypatch.setattr(dist, "new_group", lambda backend: groups.append(backend) or backend)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
     monkeypatch.setattr(torch, "zeros", lambda n, device: None)
-    monkeypatch.setattr(distributed, "_share_memory", lambda *_: peers)
+    monkeypatch.setattr(distributed, "share_memory", lambda *_: peers)
     monkeypatch.setattr(distributed, "_group", distributed._ALONE)
     distributed.init(0, size, "unused", device, row_bytes)
     assert groups == ["gloo", "nccl"][: 1 + needs_nccl]
@@ -110,7 +109,7 @@ def test_a_link_that_is_broken_leaves_no_group_behind(tmp_path, monkeypatch):
         init(backend, init_method=init_method, world_size=1, rank=0)
 
     monkeypatch.setattr(dist, "init_process_group", init_alone)
-    monkeypatch.setattr(distributed, "_share_memory", lambda *_: None)
+    monkeypatch.setattr(distributed, "share_memory", lambda *_: None)
     monkeypatch.setattr(dist, "new_group", Mock(side_effect=RuntimeError("no link")))
     for i in range(2):
         with pytest.raises(RuntimeError, match="no link"):
@@ -118,41 +117,16 @@ def test_a_link_that_is_broken_leaves_no_group_behind(tmp_path, monkeypatch):
         assert not dist.is_initialized() and distributed.tp_size() == 1
 
 
-@pytest.fixture
-def symmetric(group_of_one, monkeypatch):
-    """torch's module for shared memory, on the CPU."""
-    module = pytest.importorskip("torch.distributed._symmetric_memory")
-    seen = []
-
-    def rendezvous(memory, name):
-        seen.append((name, _resolve_process_group(name) is dist.group.WORLD))
-        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()])
-
-    fakes = {"get_backend": lambda device: "CUDA", "empty": torch.empty, "rendezvous": rendezvous}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, **kw: zeros(*size, **kw))
-    return module, seen
-
-
-def test_each_group_shares_memory_under_a_name_of_its_own(symmetric):
-    """What torch keeps of a name outlives the group."""
-    for name in ("first", "second"):
-        assert distributed._share_memory(0, 1, torch.device("cpu"), name).memory.sum() == 0
-    assert symmetric[1] == [("first", True), ("second", True)]
-
-
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_nobody_waits_for_a_rank_that_has_no_memory_to_share(where, symmetric, monkeypatch):
-    module, seen = symmetric
-    if where == "here":
-        monkeypatch.setattr(module, "empty", Mock(side_effect=torch.OutOfMemoryError("none")))
-    else:
-        monkeypatch.setattr(distributed, "min_over_ranks", lambda value: False)
-    assert distributed._share_memory(0, 1, torch.device("cpu"), where) is None
-    assert seen == []
+def test_memory_is_shared_through_the_folder_where_ranks_meet(tmp_path, monkeypatch):
+    share = Mock(return_value=peer_memory(2))
+    is_hopeless = Mock(return_value=False)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(distributed, "share_memory", share)
+    monkeypatch.setattr(distributed, "_group", distributed._ALONE)
+    device = SimpleNamespace(type="cuda")
+    distributed.init(1, 2, f"file://{tmp_path}/rendezvous", device, 64, is_hopeless)
+    assert distributed.peer_memory() is share.return_value
+    share.assert_called_once_with(1, 2, device, tmp_path, distributed.min_over_ranks, is_hopeless)
 
 
 def test_no_rows_need_no_rank(monkeypatch):
