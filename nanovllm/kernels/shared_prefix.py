@@ -22,10 +22,10 @@ from nanovllm.kernels.prefill_attention import LOG2_E, _attend
 
 ITEM_ROWS = 64  # query rows of an item: of Hopper's matrix product, the least without padding
 ITEM_KEYS = 256  # or more, where there are items enough without
-# Whether paged attention's programs are few enough to run all at once beside this kernel's, which
-# then has to leave them shared memory (4 an SM that has one of these: 196 KB, measured on an H200):
-# (keys a tile for 2-byte heads of 128, warps, stages, programs an SM). With a block's look-up in
-# the loop, 5 stages load ahead as 3 would without.
+# Whether paged attention's programs are few enough to run all at once, four an SM: (keys a tile for
+# 2-byte heads of 128, warps, stages, programs an SM). On an H200 one program here and four of those
+# have 196 KB of shared memory; with larger tiles some of those would start only when this kernel
+# has ended. With a block's look-up in the loop, 5 stages load ahead as 3 would without.
 _CONFIGS = {True: (32, 4, 8, 2), False: (64, 4, 5, 2)}
 # A thread's, few enough that four programs of paged attention start beside one of this kernel. It
 # takes no more than that where a row of the tile is 256 bytes or less; others would spill.
