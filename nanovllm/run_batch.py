@@ -20,6 +20,7 @@ from nanovllm.batch_results import known_result, result_line
 from nanovllm.config import Config
 from nanovllm.engine.request import Item, refused
 from nanovllm.outputs import RequestOutput, count_tokens
+from nanovllm.utils.garbage import collected_rarely
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
@@ -133,7 +134,7 @@ def _run(
     first = next(todo, None)
     if first is None:  # an engine takes seconds to start
         return
-    with closing(open_engine(job.config)) as engine:
+    with collected_rarely(), closing(open_engine(job.config)) as engine:
         progress.restart()
         with closing(engine.generate_each(items(engine, chain([first], todo)))) as outputs:
             for key, output in outputs:

@@ -40,7 +40,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # GPU showed (15): an NCCL that nobody used hung their end, and the next engine with it. And threads
 # that keep out of each other's requests (15, less 17 by shorter calls). Then memory that ranks
 # share by the driver's own calls, as torch's way hangs where a process has its second engine (115).
-MAX_PACKAGE_LINES = 10512
+# A garbage collector that no longer stops the launching of steps (26).
+MAX_PACKAGE_LINES = 10538
 MAX_FILE_LINES = 240
 MAX_FUNCTION_LINES = 60
 # The exceptions, each with a limit of its own. A file holds the reference, the kernel and the
@@ -72,6 +73,7 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
             "llm",
             "outputs",
             "sampling_params",
+            "utils.garbage",
         },
         {"tqdm"},
     ),
@@ -88,6 +90,7 @@ IMPORT_TABLE: dict[str, tuple[set[str], set[str]]] = {
     "utils.loader": ({"utils.weight_files"}, {"torch", "tqdm"}),
     "utils.weight_files": (set(), {"torch", "safetensors"}),
     "utils.distributed": ({"utils.peer_memory"}, {"torch"}),
+    "utils.garbage": (set(), set()),
     "utils.*": (set(), {"torch"}),
     "kernels.launch": (set(), {"torch", "triton"}),
     "kernels.all_reduce": ({"kernels", "utils.peer_memory"}, {"torch"}),

@@ -29,6 +29,7 @@ from nanovllm.engine.worker_group import WorkerGroup
 from nanovllm.errors import EngineDeadError
 from nanovllm.outputs import RequestOutput, StreamDelta
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.garbage import collected_rarely
 
 
 class LLMEngine:
@@ -168,6 +169,7 @@ class LLMEngine:
         """Whether no request is waiting or running."""
         return not self._finalizer.alive or self._loop.is_finished()
 
+    @collected_rarely()
     def generate(
         self,
         prompts: Any,
