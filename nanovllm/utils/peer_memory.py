@@ -35,7 +35,8 @@ _SLOT_BYTES = 8 << 20
 _TICK_SECONDS = 0.02
 # CU_MEM_ALLOCATION_TYPE_, _HANDLE_TYPE_ and _LOCATION_TYPE_, and _ACCESS_FLAGS_PROT_ of cuda.h.
 _PINNED = _POSIX_FD = _ON_DEVICE = 1
-_READ_WRITE = _NATIVE_ATOMICS = 3  # the latter of CU_DEVICE_P2P_ATTRIBUTE_
+_READ_WRITE = 3
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 _INT, _SIZE, _WORD, _POINTER = ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_void_p
 # Without these ctypes would pass addresses and handles as 32 bits.
 _SIGNATURES: dict[str, list[Any]] = {
