@@ -6,7 +6,7 @@ import random
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import model_runner, prefix_groups
+from nanovllm.engine import input_batch, model_runner, prefix_groups
 from nanovllm.engine.prefix_groups import DecodeOrder, work_list
 from tests.test_bundled import BUNDLED
 
@@ -65,6 +65,28 @@ def test_block_left_half_way_is_copied_as_far_as_it_is_equal():
                 llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"]
                 == (output["token_ids"])
             )
+
+
+@pytest.mark.parametrize("settings", [{}, dict(overlap=False), dict(deterministic=True)], ids=str)
+def test_samples_of_a_cached_prompt_begin_with_a_decode(settings, monkeypatch):
+    """Of the prompt only the last token is left; penalties, which see all of it, are kept."""
+    num_rows, enter = [], input_batch.enter
+
+    def counted(batch, state):
+        num_rows.append(batch.num_seqs)
+        return enter(batch, state)
+
+    monkeypatch.setattr(input_batch, "enter", counted)
+    prompt = [7 * i % 1999 for i in range(512)]
+    usual = dict(temperature=0.8, max_tokens=9, n=8, ignore_eos=True, seed=4)
+    asks = dict(repetition_penalty=1.3, presence_penalty=0.5, logprobs=2)
+    params = [SamplingParams(**usual), SamplingParams(**usual, **asks)]
+    with make(kvcache_block_size=256, max_model_len=1024, **settings) as llm:
+        first = llm.generate([prompt] * 2, params, use_tqdm=False)
+        assert not num_rows
+        again = llm.generate([prompt] * 2, params, use_tqdm=False)
+    assert num_rows == [16]
+    assert all_tokens(again) == all_tokens(first)
 
 
 def test_last_line_of_the_log_says_how_much_was_cached(caplog):

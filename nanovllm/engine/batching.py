@@ -7,12 +7,16 @@ from nanovllm.engine.sequence import IntArray, ScheduledBatch, SequenceTable, Sp
 
 def build_prefill(
     table: SequenceTable,
-    row_list: list[int],
+    rows: IntArray,
     count_list: list[int],
     copies: list[tuple[int, int, int]],
+    groups: IntArray | None = None,
 ) -> ScheduledBatch:
-    """Compute so many tokens more of each row's sequence, after these copies within the cache."""
-    rows, counts = np.array(row_list, np.int32), np.array(count_list, np.int32)
+    """Compute so many tokens more of each row's sequence, after these copies within the cache.
+
+    groups: of a prefill that may be computed as a decode, else None.
+    """
+    counts = np.array(count_list, np.int32)
     starts = table.num_cached_tokens[rows]
     ends = starts + counts
     is_sampled = ends == table.num_tokens[rows]
@@ -35,8 +39,9 @@ def build_prefill(
         num_scheduled_tokens=counts,
         is_sampled=is_sampled,
         all_greedy=not table.temperatures[rows[is_sampled]].any(),
+        as_decode=groups is not None,
         input_ids=np.concatenate(
-            [table.token_ids[r, piece] for r, piece in zip(row_list, pieces, strict=True)]
+            [table.token_ids[r, piece] for r, piece in zip(rows, pieces, strict=True)]
         ),
         block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
         temperatures=table.temperatures[rows],
@@ -44,6 +49,7 @@ def build_prefill(
         prompt_logprobs=prompt_logprobs,
         next_ids=next_ids,
         copies=np.array(copies, np.int32).reshape(-1, 3),
+        groups=np.empty((0, 4), np.int32) if groups is None else groups,
         special=special,
         is_redrawn=bool(special),
     )

@@ -6,7 +6,7 @@ gathered on the device from DecodeState.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -120,6 +120,30 @@ def build_prefill(batch: ScheduledBatch, state: DecodeState) -> InputBatch:
         seqlens_k=(batch.num_cached_tokens + counts).tolist(),
         has_cached_context=bool(batch.num_cached_tokens.any()),
     )
+
+
+def enter(batch: ScheduledBatch, state: DecodeState) -> ScheduledBatch:
+    """Enter the rows of a prefill into the device's state, and their last token, which is all that
+    it computes: what is left is the decode returned."""
+    arrays = {
+        "seeds": batch.seeds.view(np.int32),
+        "rows": batch.rows,
+        "ends": batch.num_cached_tokens + np.int32(1),
+        "block_tables": batch.block_tables,
+        "temperatures": batch.temperatures.view(np.int32),
+        "input_ids": batch.input_ids,
+    }
+    t = to_device(arrays, state.num_tokens.device)
+    state.admit(
+        t["rows"],
+        t["ends"],
+        t["block_tables"],
+        t["temperatures"].view(torch.float32),
+        t["seeds"].view(torch.int64),
+    )
+    state.last_tokens[t["rows"].long()] = t["input_ids"]
+    new_blocks = np.full(batch.num_seqs, -1, np.int32)
+    return replace(batch, is_prefill=False, as_decode=False, new_blocks=new_blocks)
 
 
 def prefill_inputs(

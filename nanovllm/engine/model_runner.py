@@ -117,6 +117,8 @@ class ModelRunner:
         """Start one step; its tokens reach the next on the device, and the host by the handle."""
         if len(batch.copies):
             copy_tokens(self.pool, torch.from_numpy(batch.copies))
+        if batch.as_decode:
+            batch = input_batch.enter(batch, self.state)
         graphs = self.prefill_graphs if batch.is_prefill else self.decode_graphs
         result = None if graphs is None else graphs.replay(batch)
         prompts: list[Logprobs] = []

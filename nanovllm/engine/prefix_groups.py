@@ -58,33 +58,52 @@ class DecodeOrder:
                 self._rows = self._rows[is_here]
                 self._groups = keep_rows(self._groups, is_here)
             else:
-                self._sort(running)
+                self._rows, self._groups = self.sort(running)
             self._running, self._seq_ids = running, self._table.seq_ids[self._rows]
         return self._rows, self._groups
 
-    def _sort(self, running: IntArray) -> None:
-        num_cached = self._table.num_cached_tokens
-        self._rows = running[np.argsort(-num_cached[running], kind="stable")]
-        self._groups = NO_GROUPS
-        if self._is_grouped:
-            num_full = num_cached // self._block_size
-            min_saved = self.MIN_SAVED // self._block_size
-            self._rows, groups = find_groups(
-                self._rows, self._table.block_tables, num_full, self.MIN_ROWS, min_saved
-            )
-            self._groups = self._in_keys(groups)
+    def of_prefill(self, rows: IntArray, counts: list[int]) -> tuple[IntArray, IntArray | None]:
+        """The rows in order and their groups if this prefill is a decode; else as they are."""
+        return self.sort(rows) if self.is_decode(rows, counts) else (rows, None)
 
-    def _in_keys(self, groups: IntArray) -> IntArray:
+    def is_decode(self, rows: IntArray, counts: list[int]) -> bool:
+        """Whether a prefill of so many tokens is of the last one of each prompt, asked nothing
+        about, and no row reads a block that another fills in this step: a decode may read first."""
+        table, size = self._table, self._block_size
+        ends = table.num_cached_tokens[rows] + 1
+        if max(counts) > 1 or (ends < table.num_tokens[rows]).any():
+            return False
+        num_blocks = table.num_blocks[rows]
+        tables = table.block_tables[rows, : num_blocks.max()]
+        is_held = np.arange(tables.shape[1]) < num_blocks[:, None]
+        filled = tables[ends % size == 0, ends[ends % size == 0] // size - 1]
+        num_readers = np.count_nonzero(np.isin(tables, filled) & is_held)
+        return num_readers == len(filled) and table.prompt_logprobs[rows].max() < 0
+
+    def sort(self, rows: IntArray) -> tuple[IntArray, IntArray]:
+        """These rows in order and their groups, which are not kept."""
+        num_cached = self._table.num_cached_tokens
+        rows = rows[np.argsort(-num_cached[rows], kind="stable")]
+        if not self._is_grouped:
+            return rows, NO_GROUPS
+        num_full = num_cached // self._block_size
+        min_saved = self.MIN_SAVED // self._block_size
+        rows, groups = find_groups(
+            rows, self._table.block_tables, num_full, self.MIN_ROWS, min_saved
+        )
+        return rows, self._in_keys(rows, groups)
+
+    def _in_keys(self, sorted_rows: IntArray, groups: IntArray) -> IntArray:
         """These groups of blocks; one without another in it goes on as far as its rows are alike,
         for at most a block."""
         table, size = self._table, self._block_size
         num_known = np.minimum(table.num_cached_tokens, table.num_tokens)
         groups = groups * np.array([1, 1, size, size], np.int32)
-        next_rows = [*groups[1:, 0].tolist(), len(self._rows)]
+        next_rows = [*groups[1:, 0].tolist(), len(sorted_rows)]
         for group, next_row in zip(groups, next_rows, strict=False):
             first, end, _, key = group.tolist()
             if next_row >= end:
-                rows = self._rows[first:end]
+                rows = sorted_rows[first:end]
                 tokens = table.token_ids[rows, key : min(key + size, num_known[rows].min())]
                 group[3] += _num_alike(tokens) // self.key_step * self.key_step
         return groups

@@ -64,8 +64,7 @@ class Scheduler:
         self.max_num_running = min(max_num_seqs, max_num_batched_tokens, num_blocks)
         self.max_num_batched_tokens = max_num_batched_tokens
         self.policy, self.is_grouped = policy, is_grouped
-        self.block_size = block_size
-        self.num_blocks = num_blocks
+        self.block_size, self.num_blocks = block_size, num_blocks
         self.eos_token_ids = sorted(set(eos_token_ids))
         # A sequence of this many tokens fits the pool when it runs alone, so progress is certain.
         self.max_len = min(max_model_len, num_blocks * block_size)
@@ -193,8 +192,7 @@ class Scheduler:
         if self.policy == "prefix" and not self._num_ordered:
             self._order_window()
         budget = self.max_num_batched_tokens
-        rows: list[int] = []
-        counts: list[int] = []
+        rows, counts = list[int](), list[int]()
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             if seq.row is None and not self._admit(seq, num_holders=len(self._running) + len(rows)):
@@ -214,8 +212,11 @@ class Scheduler:
         if not rows:
             return None
         self._num_decodes_since_prefill = 0
-        batch = build_prefill(self.table, rows, counts, self.block_manager.copies)
-        self._running = np.concatenate([self._running, batch.rows[batch.is_sampled]])
+        admitted = np.array(rows, np.int32)
+        ordered, groups = self._order.of_prefill(admitted, counts)
+        batch = build_prefill(self.table, ordered, counts, self.block_manager.copies, groups)
+        # In order of admission, whatever the batch's; a chunk comes last and does not run yet.
+        self._running = np.concatenate([self._running, admitted[: batch.is_sampled.sum()]])
         return batch
 
     def _order_window(self) -> None:

@@ -210,6 +210,8 @@ class ScheduledBatch:
     num_scheduled_tokens: IntArray  # how many of input_ids are this sequence's; decode: 1
     is_sampled: npt.NDArray[np.bool_]  # False for a chunk that does not reach the prompt's end
     all_greedy: bool  # every sampled sequence has temperature 0
+    # A prefill of each prompt's last token alone: a decode, once the device knows its rows.
+    as_decode: bool = False
     # Decode: the block in which this step's token takes the first slot, -1 where it takes another.
     new_blocks: IntArray = _empty(0)
     # Prefill, otherwise empty:
@@ -224,7 +226,7 @@ class ScheduledBatch:
     next_ids: IntArray = _empty(0)
     # [n, 3] K/V to copy ahead of all else: from this block to that one, so many leading tokens.
     copies: IntArray = _empty(0, 3)
-    # Decode: [num_groups, 4] which rows share leading keys, see prefix_groups.py.
+    # Decode, and as_decode: [num_groups, 4] which rows share leading keys, see prefix_groups.py.
     groups: IntArray = _empty(0, 4)
     # Rows that rank 0 draws again; is_redrawn tells the other ranks that it does.
     special: tuple[SpecialRow, ...] = ()

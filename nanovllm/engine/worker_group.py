@@ -34,7 +34,7 @@ logger = logging.getLogger("nanovllm")
 _CLOSE_SECONDS = 5.0  # to leave when asked, and after SIGTERM one more
 _TICK_SECONDS = 0.05
 # Fields of ScheduledBatch that are not arrays, and those that only rank 0 needs.
-_SCALARS = ("is_prefill", "all_greedy", "is_redrawn")
+_SCALARS = ("is_prefill", "as_decode", "all_greedy", "is_redrawn")
 _NOT_SENT = ("special",)
 
 

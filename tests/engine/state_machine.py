@@ -381,6 +381,8 @@ class Scenario:
             self._fail(14, f"special rows {batch.special}, redrawn: {batch.is_redrawn}")
         self._check_writes(step)
         self._copy(step, self.ahead)
+        if batch.as_decode:
+            self._check_as_decode(step, rows, counts)
         for block, offset, prefix, _ in step.writes:
             self.ahead[block][offset] = prefix
         self._count_step(step)
@@ -435,6 +437,21 @@ class Scenario:
         if sorted(seqs, key=by_id) != sorted(goes_on, key=by_id):
             self._fail(8, "a decode step is one token for each running sequence that goes on")
         self._check_groups(batch, rows, starts)
+
+    def _check_as_decode(self, step: Step, rows: list[int], counts: list[int]) -> None:
+        """A prefill as a decode: a token a row, groups, and nobody reads what another writes."""
+        batch = step.batch
+        if not batch.is_prefill or counts != [1] * len(rows) or not batch.is_sampled.all():
+            self._fail(9, f"{counts} tokens as a decode, sampled: {batch.is_sampled}")
+        if len(batch.prompt_logprobs):
+            self._fail(14, "a decode that is asked for log-probabilities of prompts")
+        writers = {(block, offset): seq for block, offset, _, seq in step.writes}
+        for seq, _, table, num_tokens in step.reads:
+            slots = [divmod(i, self.block_size) for i in range(num_tokens - 1)]
+            if any(writers.get((table[n], offset), seq) is not seq for n, offset in slots):
+                self._fail(15, f"a decode whose rows read what others of it write: {table}")
+        self._check_groups(batch, rows, batch.num_cached_tokens.tolist())
+        self.counts["prefills as decodes"] += 1
 
     def _sample(self, step: Step, device: DeviceRow, seq: Sequence) -> None:
         """A random token, but mostly one that equal prefixes agree on, so that outputs repeat."""

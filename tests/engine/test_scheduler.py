@@ -744,6 +744,42 @@ def test_copies_of_a_prompt_are_computed_once():
         run(scheduler)
 
 
+def test_prompts_of_which_the_last_token_is_left_are_a_decode():
+    scheduler = make_scheduler()
+    for prompt in ([1, 2, 3, 4, 5], [1, 2, 3, 4, 6]):
+        add(scheduler, prompt, max_tokens=1)
+    assert not step(scheduler)[0].as_decode  # (0, 5) and (4, 1): not of one token each
+    seqs = [add(scheduler, [1, 2, 3, 4, token]) for token in (5, 6, 7)]
+    batch, _ = step(scheduler)
+    assert work(batch) == [(4, 1)] * 3 and batch.as_decode and batch.is_prefill
+    assert scheduler.running == seqs
+    assert not step(scheduler)[0].is_prefill
+
+
+def test_prompts_that_need_more_than_a_decode_are_none():
+    scheduler = make_scheduler(budget=2)
+    add(scheduler, [1]).num_prompt_logprobs = 2
+    assert work(batch := step(scheduler)[0]) == [(0, 1)] and not batch.as_decode
+    add(scheduler, [1, 2, 3])
+    assert not step(scheduler)[0].as_decode
+    assert work(batch := step(scheduler)[0]) == [(2, 1)] and batch.as_decode  # the rest
+    scheduler.reset()
+    scheduler.max_num_batched_tokens = 1
+    add(scheduler, [1, 2])
+    assert work(batch := step(scheduler)[0]) == [(0, 1)] and not batch.as_decode  # a chunk
+
+
+def test_prompt_that_reads_what_the_step_writes_is_no_decode():
+    """The second one's first block is full once the first one's last token is stored."""
+    for second, cached, as_decode in (([1, 2, 3, 8, 5], 4, False), ([9], 0, True)):
+        scheduler = make_scheduler(budget=3)
+        add(scheduler, [1, 2, 3, 8]), add(scheduler, second)
+        assert work(step(scheduler)[0]) == [(0, 3)]
+        batch, _ = step(scheduler)
+        assert sorted(work(batch)) == sorted([(3, 1), (cached, 1)])
+        assert batch.as_decode == as_decode
+
+
 def test_chunk_of_a_prompt_is_shared_as_far_as_it_is_computed():
     scheduler = make_scheduler(budget=10)
     for _ in range(2):
