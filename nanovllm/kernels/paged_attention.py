@@ -34,9 +34,9 @@ FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs m
 # need to hide their loads. A program of several heads is long: it pays where many fill the GPU.
 _CONFIGS = {8: (4, 64, 4, 2, 1), 16: (2, 64, 4, 2, 1), 64: (4, 64, 4, 3, 1), 192: (4, 32, 2, 5, 1)}
 _CONFIGS |= {416: (4, 32, 2, 3, 1), 1 << 30: (4, 64, 4, 3, 4)}
-# For own parts, which are short: small programs start beside those of the shared prefixes' kernel,
-# and most have read theirs when it ends.
-_SHARED_CONFIG = (4, 32, 2, 3, 1)
+# For own parts, which are short: programs of one warp start beside those of the shared prefixes'
+# kernel, four an SM with its 24,576 registers and 82 KB, and most have read theirs when it ends.
+_SHARED_CONFIG = (4, 16, 1, 6, 1)
 _MAX_SPLITS = 64
 
 

@@ -74,26 +74,29 @@ def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
     block_m = 16 if m <= 16 else 32 if m <= 32 else 64
     if small and block_m <= 32 and (mats == 1 or block_m == 16):
         return _one_shot_config(n, k, block_m, facts)
+    room = 220 * 1024 if facts.large_shared_memory else 96 * 1024
     if not small or block_m <= 32:
         tiles = launch.cdiv(n, 64) * launch.cdiv(m, block_m)
         # One program an SM with as many stages as fit reads faster than two that share its memory;
         # two hide each other's first loads where there are several waves of them.
-        fill = 1 << max((sms // tiles).bit_length() - 1, 0)
-        split = 1 if small and k <= 1024 else min(fill, launch.cdiv(k, 512), 8)
-        room = 220 * 1024 if facts.large_shared_memory else 96 * 1024
+        split = 1 if small and k <= 1024 else min(_fill(tiles, sms), launch.cdiv(k, 512), 8)
         stage = (mats * 64 + block_m) * 128 * 2
         stages = max(2, min(6, room // (2 if tiles * split > 2 * sms else 1) // stage))
         return Config("streamed", block_m, 64, 128, split, block_m <= 32, stages)
+    # Measured one after the other, as in a layer: alone, other configurations are faster. All
+    # programs read the same rows of x, from L2: that takes longer than the weights, and splits of
+    # K divide it. Shares of less than 768 columns are not worth adding up again.
     tiles = launch.cdiv(n, 32) * launch.cdiv(m, 64)
-    if k <= 2048:
-        if tiles < 0.45 * sms:
-            return Config("streamed", 64, 16, 128, stages=5)
-        if mats == 1 and tiles >= 0.9 * sms and m <= 64:
-            return Config("streamed", 64, 32, 256, stages=3)
-        return Config("streamed", 64, 32, 128, stages=4 if mats == 2 else 5)
-    if tiles < 0.7 * sms:
-        return Config("streamed", 64, 32, 128, split_k=4, stages=4)
-    return Config("streamed", 64, 32, 128, stages=5)
+    split = max(min(_fill(tiles, sms), k // 768), 1)
+    block_n = 16 if mats == 1 and 2 * tiles * split <= sms else 32
+    block_k = 256 if epilogue == RESIDUAL and facts.large_shared_memory else 128
+    stages = min(3 if block_k == 256 else 5, room // ((mats * block_n + 64) * block_k * 2))
+    return Config("streamed", 64, block_n, block_k, split, stages=stages)
+
+
+def _fill(tiles: int, sms: int) -> int:
+    """How many programs a tile fill the SMs, as a power of two."""
+    return 1 << max((sms // tiles).bit_length() - 1, 0)
 
 
 def _gemv_config(m: int, n: int, k: int, epilogue: int) -> Config:
@@ -104,7 +107,8 @@ def _gemv_config(m: int, n: int, k: int, epilogue: int) -> Config:
     rows = 2 if mats == 2 and k > 2048 else 4
     if k <= 1024 and (m == 2 or n >= 32768):
         rows = 8
-    return Config("gemv", m, rows, chunk, warps=max(1, min(4, mats * 4 * chunk // 2048)))
+    warps = 4 * chunk // 2048 * (mats if m == 2 else 1)
+    return Config("gemv", m, rows, chunk, warps=max(1, min(4, warps)))
 
 
 def _one_shot_config(n: int, k: int, block_m: int, facts: launch.Gpu) -> Config:
@@ -118,7 +122,8 @@ def _one_shot_config(n: int, k: int, block_m: int, facts: launch.Gpu) -> Config:
     slab = min(slab, launch.next_power_of_2(k))
     split = launch.cdiv(k, slab)
     if tiles * split >= fill:
-        return Config("one_shot", block_m, 64, slab, split, swap=split <= 2, warps=warps)
+        swap = block_m == 32 and split <= 2
+        return Config("one_shot", block_m, 64, slab, split, swap, warps=warps)
     return Config("one_shot", block_m, 32, slab, split)
 
 

@@ -96,23 +96,23 @@ def test_configurations_of_the_measured_shapes():
 
     expected = {
         (1, "qkv"): ("gemv", 4, 2), (1, "o"): ("gemv", 2, 1),
-        (1, "gate_up"): ("gemv", 4, 4), (1, "down"): ("gemv", 4, 4),
+        (1, "gate_up"): ("gemv", 4, 2), (1, "down"): ("gemv", 4, 4),
         (2, "qkv"): ("gemv", 8, 2), (2, "o"): ("gemv", 2, 1),
         (2, "gate_up"): ("gemv", 8, 4), (2, "down"): ("gemv", 2, 1),
-        (8, "qkv"): ("one_shot", 16, 64, 2, True, 4), (8, "o"): ("one_shot", 16, 32, 4, False, 4),
+        (8, "qkv"): ("one_shot", 16, 64, 2, False, 4), (8, "o"): ("one_shot", 16, 32, 4, False, 4),
         (16, "gate_up"): ("one_shot", 16, 32, 2, False, 4),
         (16, "down"): ("one_shot", 16, 32, 6, False, 4),
         (32, "qkv"): ("one_shot", 32, 64, 1, True, 8), (32, "o"): ("one_shot", 32, 32, 4, False, 4),
         (32, "gate_up"): ("streamed", 32, 64, 128, 1, True, 5, 4),
         (32, "down"): ("one_shot", 32, 64, 6, False, 8),
-        (64, "qkv"): ("streamed", 64, 32, 256, 1, False, 3, 4),
-        (64, "o"): ("streamed", 64, 16, 128, 1, False, 5, 4),
-        (64, "gate_up"): ("streamed", 64, 32, 128, 1, False, 4, 4),
-        (64, "down"): ("streamed", 64, 32, 128, 4, False, 4, 4),
-        (256, "o"): ("streamed", 64, 32, 128, 1, False, 5, 4),
-        (256, "down"): ("streamed", 64, 32, 128, 1, False, 5, 4),
-        (128, "o"): ("streamed", 64, 32, 128, 1, False, 5, 4),
-        (128, "down"): ("streamed", 64, 32, 128, 4, False, 4, 4),
+        (64, "qkv"): ("streamed", 64, 32, 128, 1, False, 5, 4),
+        (64, "o"): ("streamed", 64, 16, 256, 2, False, 3, 4),
+        (64, "gate_up"): ("streamed", 64, 32, 128, 1, False, 5, 4),
+        (64, "down"): ("streamed", 64, 32, 256, 4, False, 3, 4),
+        (256, "o"): ("streamed", 64, 32, 256, 1, False, 3, 4),
+        (256, "down"): ("streamed", 64, 32, 256, 1, False, 3, 4),
+        (128, "o"): ("streamed", 64, 32, 256, 2, False, 3, 4),
+        (128, "down"): ("streamed", 64, 32, 256, 2, False, 3, 4),
     }  # fmt: skip
     assert {key: found(*key) for key in expected} == expected
 
