@@ -11,7 +11,7 @@
 #   tests/on_gpu.sh both                  two ranks that take turns on one GPU: their tests
 #   tests/on_gpu.sh ranks                 two GPUs: tests, faults, speed
 #
-# PEER_BENCH_DIR holds peer_bench.py and make_checkpoint.py. ROUNDS=3 says how often peers runs.
+# PEER_BENCH_DIR holds peer_bench.py, make_checkpoint.py and qwen3_tokenizer.zip. ROUNDS=3 says how often peers runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -29,7 +29,7 @@ tests)
         grep -E "^E  |^FAILED|^ERROR|passed|failed"
     ;;
 peers)
-    python "$2/make_checkpoint.py" 0.6B "$scratch/0.6B" >"$scratch/log" 2>&1 || cat "$scratch/log"
+    python "$2/make_checkpoint.py" 0.6B "$scratch/0.6B" --tokenizer "$2/qwen3_tokenizer.zip"
     export TRITON_CACHE_DIR=$scratch/cache
     for round in $(seq "${ROUNDS:-3}"); do
         python "$2/peer_bench.py" --engine nanovllm "$scratch/0.6B" --label "round $round" 2>&1 | quiet
