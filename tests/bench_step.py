@@ -134,10 +134,10 @@ def sweep(runner: ModelRunner, num_seqs: int, context: int, shapes: dict[str, tu
         print(f"batch {num_seqs}, {name}: {best:.1f} us with {usual}")
         for other, us in sorted(times.items(), key=lambda item: item[1])[:5]:
             print(f"    {us:8.1f} us  {other}", flush=True)
-        chosen[shape] = min(times, key=times.__getitem__)
-        if times[chosen[shape]] > best - 1:
+        chosen[shape] = min(times, key=times.__getitem__, default=usual)
+        if times.get(chosen[shape], best) > best - 1:  # no more than chance
             chosen[shape] = usual
-        best = min(best, *times.values())
+        best = min([best, *times.values()])
     norm_linear.config = config
 
 

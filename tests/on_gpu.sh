@@ -11,7 +11,8 @@
 #   tests/on_gpu.sh both                  two ranks that take turns on one GPU: their tests
 #   tests/on_gpu.sh ranks                 two GPUs: tests, faults, speed
 #
-# PEER_BENCH_DIR holds peer_bench.py, make_checkpoint.py and qwen3_tokenizer.zip. ROUNDS=3 says how often peers runs.
+# PEER_BENCH_DIR holds peer_bench.py, make_checkpoint.py and qwen3_tokenizer.zip. ROUNDS=3 says how
+# often peers runs.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1

@@ -41,7 +41,7 @@ def build_prefill(
         all_greedy=not table.temperatures[rows[is_sampled]].any(),
         as_decode=groups is not None,
         input_ids=np.concatenate(
-            [table.token_ids[r, piece] for r, piece in zip(rows, pieces, strict=True)]
+            [table.token_ids[r, piece] for r, piece in zip(rows.tolist(), pieces, strict=True)]
         ),
         block_tables=table.block_tables[rows, : table.num_blocks[rows].max()],
         temperatures=table.temperatures[rows],

@@ -134,13 +134,7 @@ def enter(batch: ScheduledBatch, state: DecodeState) -> ScheduledBatch:
         "input_ids": batch.input_ids,
     }
     t = to_device(arrays, state.num_tokens.device)
-    state.admit(
-        t["rows"],
-        t["ends"],
-        t["block_tables"],
-        t["temperatures"].view(torch.float32),
-        t["seeds"].view(torch.int64),
-    )
+    _admit(t, state)
     state.last_tokens[t["rows"].long()] = t["input_ids"]
     new_blocks = np.full(batch.num_seqs, -1, np.int32)
     return replace(batch, is_prefill=False, as_decode=False, new_blocks=new_blocks)
@@ -154,13 +148,7 @@ def prefill_inputs(
     has_cached_context: bool,
 ) -> InputBatch:
     """A prefill's tensors by name, as the model takes them; enters its rows into the state."""
-    state.admit(
-        t["rows"],
-        t["ends"],
-        t["block_tables"],
-        t["temperatures"].view(torch.float32),
-        t["seeds"].view(torch.int64),
-    )
+    _admit(t, state)
     context = Context(
         is_prefill=True,
         slot_mapping=t["slot_mapping"],
@@ -181,6 +169,17 @@ def prefill_inputs(
         temperatures=t["sampled_temperatures"].view(torch.float32),
         seeds=t["sampled_seeds"].view(torch.int64),
         draw_positions=t["sampled_ends"],
+    )
+
+
+def _admit(t: dict[str, torch.Tensor], state: DecodeState) -> None:
+    """Enter a prefill's rows, by name, into the state."""
+    state.admit(
+        t["rows"],
+        t["ends"],
+        t["block_tables"],
+        t["temperatures"].view(torch.float32),
+        t["seeds"].view(torch.int64),
     )
 
 

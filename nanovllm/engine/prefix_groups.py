@@ -70,10 +70,11 @@ class DecodeOrder:
         """Whether a prefill of so many tokens is of the last one of each prompt, asked nothing
         about, and no row reads a block that another fills in this step: a decode may read first."""
         table, size = self._table, self._block_size
-        ends = table.num_cached_tokens[rows] + 1
-        if max(counts) > 1 or (ends < table.num_tokens[rows]).any():
+        if max(counts) > 1:
             return False
-        num_blocks = table.num_blocks[rows]
+        ends, num_blocks = table.num_tokens[rows], table.num_blocks[rows]
+        if (table.num_cached_tokens[rows] + 1 < ends).any():
+            return False
         tables = table.block_tables[rows, : num_blocks.max()]
         is_held = np.arange(tables.shape[1]) < num_blocks[:, None]
         filled = tables[ends % size == 0, ends[ends % size == 0] // size - 1]
