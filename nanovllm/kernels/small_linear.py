@@ -5,7 +5,7 @@ Three ways, chosen by rows and size (`config`), all bound by reading the weights
     gemv        1-2 rows     CUDA cores; whole weight rows are loaded before the PDL wait
     one-shot    3-32 rows    small weights: one tensor-core tile a program, its weight slab loaded
                              before the PDL wait, K split over programs
-    streamed    3-64 rows    larger weights: pipelined tensor-core tiles
+    streamed    3-256 rows   larger weights or more rows: pipelined tensor-core tiles
 
 Splits of K are added by the last program to arrive, in split order, so that results do not vary
 from run to run. What the norm around a linear needs is handed on by `norm_linear`.
@@ -61,7 +61,7 @@ def supports(
         return False
     if n * k * (2 if epilogue == SILU else 1) > _SMALL * num_sms:
         return m <= 32
-    return m <= (256 if epilogue == RESIDUAL else 64)
+    return m <= (256 if epilogue == RESIDUAL else 128)
 
 
 def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
@@ -73,7 +73,7 @@ def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
         return _gemv_config(m, n, k, epilogue)
     block_m = 16 if m <= 16 else 32 if m <= 32 else 64
     if small and block_m <= 32 and (mats == 1 or block_m == 16):
-        return _one_shot_config(n, k, block_m, facts)
+        return _one_shot_config(m, n, k, epilogue, facts)
     room = 220 * 1024 if facts.large_shared_memory else 96 * 1024
     if not small or block_m <= 32:
         tiles = launch.cdiv(n, 64) * launch.cdiv(m, block_m)
@@ -88,9 +88,10 @@ def config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
     # K divide it. Shares of less than 768 columns are not worth adding up again.
     tiles = launch.cdiv(n, 32) * launch.cdiv(m, 64)
     split = max(min(_fill(tiles, sms), k // 768), 1)
-    block_n = 16 if mats == 1 and 2 * tiles * split <= sms else 32
+    block_n = 16 if mats == 1 and 2 * tiles * split <= sms else 32 if tiles <= sms else 64
     block_k = 256 if epilogue == RESIDUAL and facts.large_shared_memory else 128
-    stages = min(3 if block_k == 256 else 5, room // ((mats * block_n + 64) * block_k * 2))
+    stages = 3 if block_k == 256 else 5 if block_n < 64 else 4
+    stages = min(stages, room // ((mats * block_n + 64) * block_k * 2))
     return Config("streamed", 64, block_n, block_k, split, stages=stages)
 
 
@@ -102,6 +103,8 @@ def _fill(tiles: int, sms: int) -> int:
 def _gemv_config(m: int, n: int, k: int, epilogue: int) -> Config:
     chunk = launch.next_power_of_2(k) if k <= 4096 else 2048
     mats = 2 if epilogue == SILU else 1
+    if epilogue == RESIDUAL and n * k <= 3 * 1024**2:  # a program an SM, or many short ones
+        return Config("gemv", m, 8 if k <= 2048 and n >= 1024 else 2, chunk, warps=4)
     if (m == 2 and epilogue == RESIDUAL) or mats * n * k <= 2 * 1024**2:
         return Config("gemv", m, 2, chunk, warps=1 if k <= 3072 else 4)
     rows = 2 if mats == 2 and k > 2048 else 4
@@ -111,19 +114,24 @@ def _gemv_config(m: int, n: int, k: int, epilogue: int) -> Config:
     return Config("gemv", m, rows, chunk, warps=max(1, min(4, warps)))
 
 
-def _one_shot_config(n: int, k: int, block_m: int, facts: launch.Gpu) -> Config:
-    """Slabs of 64 weight rows where enough programs remain to fill the SMs, else of 32."""
-    tiles = launch.cdiv(n, 64)
-    slab, fill, warps = 512, 0.9 * facts.num_sms, 4
-    if block_m == 32:
-        fill, warps = 0.7 * facts.num_sms, 8
-        if tiles >= 0.45 * facts.num_sms and facts.large_shared_memory:
-            slab, fill = 1024, 0.0
-    slab = min(slab, launch.next_power_of_2(k))
+def _one_shot_config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
+    """Slabs of 64 weight rows where enough programs remain to fill the SMs, else of 32. With more
+    rows, slabs of 1,024 columns: the same rows of x are read, and fewer splits are added up."""
+    tiles, sms, mats = launch.cdiv(n, 64), facts.num_sms, 2 if epilogue == SILU else 1
+    block_m = 16 if m <= 16 else 32
+    fill = 0.45 if m <= 16 else 0.35
+    if m > 8 and mats == 1 and facts.large_shared_memory:
+        slab = min(1024, launch.next_power_of_2(k))
+        split = launch.cdiv(k, slab)
+        if tiles * split >= fill * sms:
+            return Config("one_shot", block_m, 64, slab, split, swap=True, warps=8)
+    slab = min(512, launch.next_power_of_2(k))
+    if m <= 8 and epilogue == PLAIN and tiles * launch.cdiv(k, 256) <= 2 * sms:
+        slab = min(256, slab)
     split = launch.cdiv(k, slab)
-    if tiles * split >= fill:
-        swap = block_m == 32 and split <= 2
-        return Config("one_shot", block_m, 64, slab, split, swap, warps=warps)
+    fill = 0.9 if block_m == 16 and (epilogue != RESIDUAL or split > 4) else 0.45
+    if tiles * split >= fill * sms:
+        return Config("one_shot", block_m, 64, slab, split, warps=4 if block_m == 16 else 8)
     return Config("one_shot", block_m, 32, slab, split)
 
 

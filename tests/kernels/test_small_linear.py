@@ -15,6 +15,7 @@ GPU_CASES = [
     *[(m, n, k) for m in (1, 2, 15, 17, 33) for n, k in ((1024, 2048), (1024, 3072), (192, 512))],
     *[(m, n, k) for m in (1, 8, 32) for n, k in ((2560, 9728), (5120, 4096), (4096, 12288))],
     (2, 5120, 4096), (1, 5120, 25600), (16, 80, 80), (64, 4096, 1024), (64, 1024, 3072),
+    (128, 4096, 1024), (100, 3072, 1024),
     (200, 1024, 3072), (256, 1024, 2048), (32, 3072, 1024), (64, 512, 192), (7, 2048, 6144),
 ]  # fmt: skip
 STREAMED = [  # block_m, block_n, block_k, split_k, swap
@@ -95,20 +96,23 @@ def test_configurations_of_the_measured_shapes():
         return c.kind, c.block_m, c.block_n, c.block_k, c.split_k, c.swap, c.stages, c.warps
 
     expected = {
-        (1, "qkv"): ("gemv", 4, 2), (1, "o"): ("gemv", 2, 1),
-        (1, "gate_up"): ("gemv", 4, 2), (1, "down"): ("gemv", 4, 4),
-        (2, "qkv"): ("gemv", 8, 2), (2, "o"): ("gemv", 2, 1),
-        (2, "gate_up"): ("gemv", 8, 4), (2, "down"): ("gemv", 2, 1),
-        (8, "qkv"): ("one_shot", 16, 64, 2, False, 4), (8, "o"): ("one_shot", 16, 32, 4, False, 4),
+        (1, "qkv"): ("gemv", 4, 2), (1, "o"): ("gemv", 8, 4),
+        (1, "gate_up"): ("gemv", 4, 2), (1, "down"): ("gemv", 2, 4),
+        (2, "qkv"): ("gemv", 8, 2), (2, "o"): ("gemv", 8, 4),
+        (2, "gate_up"): ("gemv", 8, 4), (2, "down"): ("gemv", 2, 4),
+        (8, "qkv"): ("one_shot", 16, 64, 4, False, 4), (8, "o"): ("one_shot", 16, 64, 4, False, 4),
+        (16, "qkv"): ("one_shot", 16, 64, 1, True, 8), (16, "o"): ("one_shot", 16, 64, 4, False, 4),
         (16, "gate_up"): ("one_shot", 16, 32, 2, False, 4),
         (16, "down"): ("one_shot", 16, 32, 6, False, 4),
-        (32, "qkv"): ("one_shot", 32, 64, 1, True, 8), (32, "o"): ("one_shot", 32, 32, 4, False, 4),
+        (32, "qkv"): ("one_shot", 32, 64, 1, True, 8), (32, "o"): ("one_shot", 32, 64, 4, False, 8),
         (32, "gate_up"): ("streamed", 32, 64, 128, 1, True, 5, 4),
-        (32, "down"): ("one_shot", 32, 64, 6, False, 8),
+        (32, "down"): ("one_shot", 32, 64, 3, True, 8),
         (64, "qkv"): ("streamed", 64, 32, 128, 1, False, 5, 4),
         (64, "o"): ("streamed", 64, 16, 256, 2, False, 3, 4),
         (64, "gate_up"): ("streamed", 64, 32, 128, 1, False, 5, 4),
         (64, "down"): ("streamed", 64, 32, 256, 4, False, 3, 4),
+        (128, "qkv"): ("streamed", 64, 64, 128, 1, False, 4, 4),
+        (128, "gate_up"): ("streamed", 64, 64, 128, 1, False, 4, 4),
         (256, "o"): ("streamed", 64, 32, 256, 1, False, 3, 4),
         (256, "down"): ("streamed", 64, 32, 256, 1, False, 3, 4),
         (128, "o"): ("streamed", 64, 32, 256, 2, False, 3, 4),
