@@ -51,6 +51,10 @@ class BlockManager:
         self._children: dict[int, dict[int, None]] = {}  # parent id -> published blocks, in order
         self._new: set[int] = set()  # published in this step, which has yet to write them
         self.copies: list[tuple[int, int, int]] = []  # of this step: source, target, tokens
+        # Of the prompt looked up last, whole blocks: tokens, hashes, content ids of those found.
+        self._last_tokens: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._last_hashes: list[int] = []
+        self._last_ids: list[int] = []
         # Insertion order is queue order; removal from the middle is O(1), which a deque's is not.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._next_content_id = _ROOT + 1
@@ -174,15 +178,33 @@ class BlockManager:
             return []  # they need the prompt computed
         hashes = self.prompt_hashes(seq)
         tokens, size = seq.token_ids, self.block_size
+        known_ids = self._last_ids[: self._num_alike(tokens, len(hashes))]
         hits: list[int] = []
-        parent_id = _ROOT
+        ids = [_ROOT]
         for i, block_hash in enumerate(hashes):
-            block = self._match(block_hash, parent_id, tokens[i * size : (i + 1) * size])
+            block = self._hash_to_block.get(block_hash)
             if block is None:
                 break
+            # The same id is the same content: tokens that are known to be alike need no comparison.
+            if i >= len(known_ids) or self._content_ids[block] != known_ids[i]:
+                block = self._match(block_hash, ids[-1], tokens[i * size : (i + 1) * size])
+                if block is None:
+                    break
             hits.append(block)
-            parent_id = self._content_ids[block]
+            ids.append(self._content_ids[block])
+        if hashes:
+            self._last_tokens = tokens[: len(hashes) * size].copy()
+            self._last_hashes, self._last_ids = hashes, ids[1:]
         return hits
+
+    def _num_alike(self, tokens: npt.NDArray[np.int32], num_blocks: int) -> int:
+        """Leading blocks of the last prompt that this one has too, as most do that follow it."""
+        size = self.block_size
+        end = min(len(self._last_tokens), num_blocks * size)
+        if tokens[: min(size, end)].tobytes() != self._last_tokens[: min(size, end)].tobytes():
+            return 0
+        differs = tokens[:end] != self._last_tokens[:end]
+        return (int(differs.argmax()) if np.count_nonzero(differs) else end) // size
 
     def _find_source(self, seq: Sequence, hits: list[int]) -> tuple[int, int]:
         """The block that shares the most tokens with the first one that is not cached, and how
@@ -216,6 +238,8 @@ class BlockManager:
         if len(hashes) >= num_blocks:
             return hashes
         tokens = seq.token_ids
+        if not hashes:
+            hashes.extend(self._last_hashes[: self._num_alike(tokens, num_blocks)])
         for i in range(len(hashes), num_blocks):
             parent_hash = hashes[-1] if hashes else 0
             hashes.append(self.compute_hash(tokens[i * size : (i + 1) * size], parent_hash))

@@ -70,22 +70,28 @@ def prefill_attention_ref(
 
 @triton.jit
 def _attend(
-    q, acc, row_sum, row_max, last_key, first, end, k_ptr, v_ptr, table_ptr, block_stride,
+    q, acc, row_sum, row_max, last_key, first, end, k_ptr, v_ptr, blocks, block_stride,
     slot_stride, scale_log2,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    PAGED: tl.constexpr, KNOWN: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles of keys first .. end - 1 into the softmax; first is a multiple of BLOCK_N."""
+    """Fold the tiles of keys first .. end - 1 into the softmax; first is a multiple of BLOCK_N.
+    blocks: points to the numbers of the sequence's blocks; or KNOWN: int32 [32], of those from
+    first's on, where each tile lies in one block. Then no load waits for another."""
     dim = tl.arange(0, BLOCK_D)[None, :]
     offset = tl.arange(0, BLOCK_N)
     for start in tl.range(first, end, BLOCK_N, num_stages=STAGES):
         key = start + offset
         if PAGED:
             if BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block
-                block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+                if KNOWN:
+                    is_it = tl.arange(0, 32) == start // BLOCK_SIZE - first // BLOCK_SIZE
+                    block = tl.sum(tl.where(is_it, blocks, 0), 0).to(tl.int64)
+                else:
+                    block = tl.load(blocks + start // BLOCK_SIZE).to(tl.int64)
                 row = block * block_stride + (start % BLOCK_SIZE + offset) * slot_stride
             else:
-                block = tl.load(table_ptr + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
+                block = tl.load(blocks + key // BLOCK_SIZE, mask=key < end, other=0).to(tl.int64)
                 row = block * block_stride + (key % BLOCK_SIZE) * slot_stride
         else:
             row = key.to(tl.int64) * slot_stride
@@ -167,12 +173,12 @@ def _prefill_attention_kernel(
     acc, row_sum, row_max = _attend(
         q, acc, row_sum, row_max, last_key, 0, unmasked_end, k_ptr, v_ptr, table_ptr,
         block_stride, slot_stride, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PAGED, False, STAGES,
+        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PAGED, False, False, STAGES,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         q, acc, row_sum, row_max, last_key, unmasked_end, end, k_ptr, v_ptr, table_ptr,
         block_stride, slot_stride, scale_log2,
-        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PAGED, True, STAGES,
+        HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, PAGED, False, True, STAGES,
     )  # fmt: skip
     result = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + q_row[:, None] * out_stride + column, result, mask=live)

@@ -22,13 +22,12 @@ from nanovllm.kernels.prefill_attention import LOG2_E, _attend
 
 ITEM_ROWS = 64  # query rows of an item: of Hopper's matrix product, the least without padding
 ITEM_KEYS = 256  # or more, where there are items enough without
-# Whether paged attention's programs are few enough to run all at once, four an SM: (keys a tile for
-# 2-byte heads of 128, warps, stages, programs an SM). On an H200 one program here and four of those
-# have 196 KB of shared memory; with larger tiles some of those would start only when this kernel
-# has ended. With a block's look-up in the loop, 5 stages load ahead as 3 would without.
-_CONFIGS = {True: (32, 4, 8, 2), False: (64, 4, 5, 2)}
-# A thread's, few enough that four programs of paged attention start beside one of this kernel. It
-# takes no more than that where a row of the tile is 256 bytes or less; others would spill.
+# Whether paged attention's programs are few enough to run all at once, four an SM: (keys a tile of
+# 2-byte heads of 128, warps, stages, programs an SM). One program here and four of those take 185
+# of an H200's 227 KB of shared memory: with more, some would start only when this kernel has ended.
+_CONFIGS = {True: (32, 4, 5, 2), False: (64, 4, 5, 2)}
+# A thread's, few enough that those start beside this kernel's. It takes no more than that where a
+# row of the tile is 256 bytes or less; others would spill.
 _MAX_REGISTERS = 192
 
 
@@ -98,18 +97,25 @@ def shared_prefix_attention_ref(
 
 
 @triton.jit
+def _load_blocks(table_ptr, first, end, BLOCK_SIZE: tl.constexpr):
+    """The numbers of 32 blocks from key first's on, as far as there are keys in them."""
+    block = first // BLOCK_SIZE + tl.arange(0, 32)
+    return tl.load(table_ptr + block, mask=block * BLOCK_SIZE < end, other=0)
+
+
+@triton.jit
 def _shared_prefix_kernel(
     q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr, items_ptr, num_items_ptr,
     partial_starts_ptr, values_ptr, lse_ptr, scale_log2, q_stride, table_stride, block_stride,
     slot_stride, head_stride,
     HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, KNOWN: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     num_heads = tl.num_programs(0) * GROUP
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
-    in_dim = dim < HEAD_DIM
     for item in range(tl.program_id(1), tl.load(num_items_ptr), tl.num_programs(1)):
         item_ptr = items_ptr + item * 8
         first_row = tl.load(item_ptr)
@@ -117,29 +123,41 @@ def _shared_prefix_kernel(
         start = tl.load(item_ptr + 2)
         end = tl.load(item_ptr + 3)
         slot = tl.load(item_ptr + 4)
+        table_ptr = block_tables_ptr + first_row.to(tl.int64) * table_stride
+        if KNOWN:  # and on the way before the wait
+            blocks = _load_blocks(table_ptr, start, end, BLOCK_SIZE)
+        seq = first_row + row // GROUP
+        live = (seq < end_row) & (row // GROUP < BLOCK_M // GROUP)
+        query_head = head * GROUP + row % GROUP
+        seq_q_ptr = q_ptr + seq.to(tl.int64)[:, None] * q_stride + query_head[:, None] * HEAD_DIM
         if PDL:
             # Of the first item only. It waits before it releases: paged attention reads q and the
             # newest keys at once.
             gdc_wait()
             gdc_launch_dependents()
-        seq = first_row + row // GROUP
-        live = (seq < end_row) & (row // GROUP < BLOCK_M // GROUP)
-        query_head = head * GROUP + row % GROUP
-        q = tl.load(
-            q_ptr + seq.to(tl.int64)[:, None] * q_stride + query_head[:, None] * HEAD_DIM + dim,
-            mask=live[:, None] & in_dim[None, :],
-            other=0.0,
-        )
-        table_ptr = block_tables_ptr + first_row.to(tl.int64) * table_stride
+        q = tl.load(seq_q_ptr + dim, mask=live[:, None] & (dim < HEAD_DIM), other=0.0)
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         last_key = end - 1 + row * 0
-        acc, row_sum, row_max = _attend(
-            q, acc, row_sum, row_max, last_key, start, end, k_cache_ptr + head * head_stride,
-            v_cache_ptr + head * head_stride, table_ptr, block_stride, slot_stride, scale_log2,
-            HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, BLOCK_SIZE % BLOCK_N != 0, STAGES,
-        )  # fmt: skip
+        k_ptr = k_cache_ptr + head * head_stride
+        v_ptr = v_cache_ptr + head * head_stride
+        if KNOWN:
+            for first in range(start, end, 31 * BLOCK_SIZE):  # of 32, one may be entered half way
+                last = tl.minimum(first + 31 * BLOCK_SIZE, end)
+                acc, row_sum, row_max = _attend(
+                    q, acc, row_sum, row_max, last_key, first, last, k_ptr, v_ptr, blocks,
+                    block_stride, slot_stride, scale_log2,
+                    HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, True, False, STAGES,
+                )  # fmt: skip
+                blocks = _load_blocks(table_ptr, last, end, BLOCK_SIZE)
+        else:
+            acc, row_sum, row_max = _attend(
+                q, acc, row_sum, row_max, last_key, start, end, k_ptr, v_ptr, table_ptr,
+                block_stride, slot_stride, scale_log2,
+                HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_SIZE, True, False, BLOCK_SIZE % BLOCK_N != 0,
+                STAGES,
+            )  # fmt: skip
         partial = tl.load(partial_starts_ptr + seq, mask=live, other=0) + slot
         at = partial.to(tl.int64) * num_heads + query_head
         values = acc * (1.0 / row_sum)[:, None]
@@ -185,17 +203,22 @@ def shared_prefix_attention(
     assert q.stride()[1:] == (head_dim, 1), q.stride()
     assert shared.values.shape[1:] == (q.size(1), launch.next_power_of_2(head_dim))
     facts = launch.gpu(q.device)
-    block_n, warps, stages, per_sm = _CONFIGS[len(q) * num_kv_heads <= 4 * facts.num_sms]
+    is_few = len(q) * num_kv_heads <= 4 * facts.num_sms
+    block_n, warps, stages, per_sm = _CONFIGS[is_few]
     num_programs = min(launch.cdiv(per_sm * facts.num_sms, num_kv_heads), len(items))
     block_d = launch.next_power_of_2(head_dim)
     block_n = max(16, min(block_n * 256 // (block_d * q.element_size()), block_n))
-    stages = stages if facts.large_shared_memory else 2
+    # A look-up in the loop, a load for the next load's address, takes two of the stages. For many
+    # rows, whose programs take several short items each, it is no slower.
+    is_known = is_few and block_size % block_n == 0
+    stages = stages + 2 * (is_few and not is_known) if facts.large_shared_memory else 2
     is_small = head_dim == block_d and block_d * q.element_size() <= 256
     _shared_prefix_kernel[(num_kv_heads, num_programs)](
         q, k_cache, v_cache, block_tables, items, num_items, shared.partial_starts, shared.values,
         shared.lse, scale * LOG2_E, q.stride(0), block_tables.stride(0), *k_cache.stride()[:3],
         HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
         BLOCK_M=max(ITEM_ROWS, launch.next_power_of_2(group)), BLOCK_D=block_d,
-        BLOCK_N=block_n, PDL=facts.pdl, STAGES=stages, num_warps=warps, num_stages=stages,
-        maxnreg=_MAX_REGISTERS if is_small else None, launch_pdl=facts.pdl,
+        BLOCK_N=block_n, KNOWN=is_known, PDL=facts.pdl, STAGES=stages,
+        num_warps=warps, num_stages=stages, maxnreg=_MAX_REGISTERS if is_small else None,
+        launch_pdl=facts.pdl,
     )  # fmt: skip

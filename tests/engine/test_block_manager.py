@@ -63,11 +63,15 @@ class CollidingBlockManager(BlockManager):
 
 
 class CountingBlockManager(BlockManager):
-    num_hashed = 0
+    num_hashed = num_compared = 0
 
     def compute_hash(self, tokens, parent_hash):
         self.num_hashed += 1
         return super().compute_hash(tokens, parent_hash)
+
+    def _match(self, *args):
+        self.num_compared += 1
+        return super()._match(*args)
 
 
 def test_new_pool_hands_out_blocks_in_order():
@@ -243,6 +247,33 @@ def test_block_is_hashed_once_however_often_its_sequence_asks_for_room():
     assert seq.num_cached_tokens == 3 * B
     assert pool.manager.num_hashed == 3
     pool.finish(held)
+
+
+def test_what_a_prompt_shares_with_the_last_one_is_neither_hashed_nor_compared_again():
+    """64 samples of a prompt of 4,096 tokens cost 1,024 hashes and comparisons, 4 ms."""
+    pool = Pool(8, CountingBlockManager)
+    pool.run(range(12))
+    done = pool.manager.num_hashed, pool.manager.num_compared
+    assert pool.hits(range(13)) == [0, 1, 2]
+    assert (pool.manager.num_hashed, pool.manager.num_compared) == (done[0] + 1, done[1] + 3)
+    for _ in range(10):
+        assert pool.hits(range(13)) == [0, 1, 2]
+    assert (pool.manager.num_hashed, pool.manager.num_compared) == (done[0] + 1, done[1] + 3)
+    assert pool.hits([*range(6), *range(40, 47)]) == [0]  # parts in the second block
+    assert (pool.manager.num_hashed, pool.manager.num_compared) == (done[0] + 3, done[1] + 3)
+    assert pool.hits([9, *range(1, 13)]) == []
+    assert pool.hits(range(4)) == []
+
+
+def test_a_block_recycled_since_the_last_prompt_is_no_hit():
+    """All hashes are equal, and the block that the last prompt found holds other tokens now."""
+    pool = Pool(1, CollidingBlockManager)
+    pool.finish(pool.run([1, 2, 3, 4]))
+    assert pool.hits([1, 2, 3, 4, 5]) == [0]
+    pool.finish(pool.run([6, 7, 8, 9]))
+    pool.manager._last_tokens[:] = [1, 2, 3, 4]  # as if that one had not been looked up
+    assert pool.hits([1, 2, 3, 4, 5]) == []
+    assert pool.hits([6, 7, 8, 9, 5]) == [0]
 
 
 def test_hash_names_the_whole_prefix():

@@ -167,6 +167,12 @@ def test_rows_past_a_tile_make_another_item():
     assert check(tree) == 2
 
 
+@pytest.mark.parametrize("num_blocks", [31, 32, 70])
+def test_items_of_more_blocks_than_are_looked_up_at_once(num_blocks):
+    tree = Tree([(num_blocks, [3, 40, 1])], (2, 1), 16, 32, torch.float32, min_rows=2)
+    assert check(tree, keys_per_item=1 << 20) == 1
+
+
 def test_padding_rows_give_zero():
     tree = Tree([(1, [3] * 4)], (4, 2), 64, 16, torch.float32)
     tree.context_lens = torch.cat([tree.context_lens, torch.zeros(2, dtype=torch.int32)])
@@ -207,7 +213,9 @@ LARGE = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: str(case)[:60])
 def test_trees_on_gpu(case):
-    check(Tree(*case, torch.bfloat16, "cuda"))
+    tree = Tree(*case, torch.bfloat16, "cuda")
+    check(tree)
+    check(tree, keys_per_item=1 << 20)
 
 
 @pytest.mark.gpu
