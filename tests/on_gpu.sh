@@ -3,7 +3,9 @@
 #
 #   tests/on_gpu.sh tests                 all tests with the marker gpu (most need flash-attn too)
 #   tests/on_gpu.sh peers PEER_BENCH_DIR  peer_bench.py three times, decode steps, cold and warm start
-#   tests/on_gpu.sh eights PEER_BENCH_DIR the 8B shapes and the 30B-A3B, their shares of the floor
+#   tests/on_gpu.sh eights PEER_BENCH_DIR peer_bench.py on 8B shapes, likewise
+#   tests/on_gpu.sh floors                bench.py's share of the floor: 0.6B, 8B, 30B-A3B
+#   tests/on_gpu.sh decode                decode attention alone
 #   tests/on_gpu.sh prefixes              kernels and jobs with shared prefixes, each with and without
 #   tests/on_gpu.sh jobs                  run-batch against generate on 20,000 short prompts
 #   tests/on_gpu.sh traffic               memory that one step moves, with shared prefixes and without
@@ -12,7 +14,7 @@
 #   tests/on_gpu.sh ranks                 two GPUs: tests, faults, speed
 #
 # PEER_BENCH_DIR holds peer_bench.py, make_checkpoint.py and qwen3_tokenizer.zip. ROUNDS=3 says how
-# often peers runs.
+# often peers and eights run. FA3=FOLDER, with flash_attn_interface in it: peers adds prefill by it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
@@ -36,14 +38,25 @@ peers)
         python "$2/peer_bench.py" --engine nanovllm "$scratch/0.6B" --label "round $round" 2>&1 | quiet
     done
     python tests/bench_step.py 2>&1 | quiet
+    for round in ${FA3:+$(seq "${ROUNDS:-3}")}; do
+        PYTHONPATH="$PYTHONPATH:$FA3" python "$2/peer_bench.py" --engine nanovllm "$scratch/0.6B" \
+            --only prefill --label "FA3, round $round" 2>&1 | quiet
+    done
     ;;
 eights)
     mkdir "$scratch/8B" && write_dummy 8B "$scratch/8B"
-    python "$2/peer_bench.py" --engine nanovllm "$scratch/8B" --only bench single small8 \
-        --kwargs '{"load_format": "dummy"}' 2>&1 | quiet
-    for size in 8B 30B-A3B; do
+    for round in $(seq "${ROUNDS:-3}"); do
+        python "$2/peer_bench.py" --engine nanovllm "$scratch/8B" --only bench single small8 \
+            --kwargs '{"load_format": "dummy"}' --label "8B, round $round" 2>&1 | quiet
+    done
+    ;;
+floors)
+    for size in 0.6B 8B 30B-A3B; do
         python bench.py --dummy-weights "$size" --floor 2>&1 | quiet
     done
+    ;;
+decode)
+    python tests/kernels/bench_kernels.py --only attention 2>&1 | quiet
     ;;
 prefixes)
     python tests/kernels/bench_kernels.py --only cascade sweep_cascade 2>&1 | quiet
@@ -90,7 +103,7 @@ ranks)
     done
     ;;
 *)
-    sed -n '2,15s/^# \{0,1\}//p' "$0"
+    sed -n '2,17s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac
