@@ -103,7 +103,7 @@ ranks)
     done
     ;;
 *)
-    sed -n '2,17s/^# \{0,1\}//p' "$0"
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
     exit 2
     ;;
 esac

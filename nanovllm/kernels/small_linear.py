@@ -117,22 +117,25 @@ def _gemv_config(m: int, n: int, k: int, epilogue: int) -> Config:
 def _one_shot_config(m: int, n: int, k: int, epilogue: int, facts: launch.Gpu) -> Config:
     """Slabs of 64 weight rows where enough programs remain to fill the SMs, else of 32. With more
     rows, slabs of 1,024 columns: the same rows of x are read, and fewer splits are added up."""
-    tiles, sms, mats = launch.cdiv(n, 64), facts.num_sms, 2 if epilogue == SILU else 1
     block_m = 16 if m <= 16 else 32
-    fill = 0.45 if m <= 16 else 0.35
-    if m > 8 and mats == 1 and facts.large_shared_memory:
-        slab = min(1024, launch.next_power_of_2(k))
-        split = launch.cdiv(k, slab)
-        if tiles * split >= fill * sms:
-            return Config("one_shot", block_m, 64, slab, split, swap=True, warps=8)
-    slab = min(512, launch.next_power_of_2(k))
-    if m <= 8 and epilogue == PLAIN and tiles * launch.cdiv(k, 256) <= 2 * sms:
-        slab = min(256, slab)
-    split = launch.cdiv(k, slab)
-    fill = 0.9 if block_m == 16 and (epilogue != RESIDUAL or split > 4) else 0.45
-    if tiles * split >= fill * sms:
-        return Config("one_shot", block_m, 64, slab, split, warps=4 if block_m == 16 else 8)
-    return Config("one_shot", block_m, 32, slab, split)
+
+    def fill(columns: int) -> float:
+        """Of the SMs, by slabs of 64 rows."""
+        return launch.cdiv(n, 64) * launch.cdiv(k, columns) / facts.num_sms
+
+    def slabs(rows: int, columns: int, swap: bool = False, warps: int = 4) -> Config:
+        columns = min(columns, launch.next_power_of_2(k))
+        split = launch.cdiv(k, columns)
+        return Config("one_shot", block_m, rows, columns, split, swap, warps=warps)
+
+    if m > 8 and epilogue != SILU and facts.large_shared_memory:
+        if fill(1024) >= (0.45 if block_m == 16 else 0.35):
+            return slabs(64, 1024, swap=True, warps=8)
+    columns = 256 if m <= 8 and epilogue == PLAIN and fill(256) <= 2 else 512
+    is_split_little = epilogue == RESIDUAL and launch.cdiv(k, columns) <= 4
+    if fill(columns) >= (0.45 if block_m == 32 or is_split_little else 0.9):
+        return slabs(64, columns, warps=block_m // 4)
+    return slabs(32, columns)
 
 
 def small_linear_ref(

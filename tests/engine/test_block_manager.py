@@ -69,9 +69,9 @@ class CountingBlockManager(BlockManager):
         self.num_hashed += 1
         return super().compute_hash(tokens, parent_hash)
 
-    def _match(self, *args):
+    def _holds(self, *args):
         self.num_compared += 1
-        return super()._match(*args)
+        return super()._holds(*args)
 
 
 def test_new_pool_hands_out_blocks_in_order():

@@ -124,14 +124,13 @@ def test_colliding_hashes_never_cause_a_wrong_read(shard: int, num_ops: int) -> 
 
 
 class IgnoresTheParent(CollidingBlockManager):
-    def _match(self, block_hash, parent_id, tokens):
-        block = self._hash_to_block.get(block_hash)
-        return block if block is not None and np.array_equal(self._tokens[block], tokens) else None
+    def _holds(self, block, parent_id, tokens):
+        return np.array_equal(self._tokens[block], tokens)
 
 
 class TrustsTheHash(CollidingBlockManager):
-    def _match(self, block_hash, parent_id, tokens):
-        return self._hash_to_block.get(block_hash)
+    def _holds(self, block, parent_id, tokens):
+        return True
 
 
 class PublishesAtAllocation(BlockManager):
@@ -154,8 +153,9 @@ class TakesTheLastBlockFromTheCache(BlockManager):
         if (n + 1) * self.block_size == seq.num_tokens:
             parent_id = self._content_ids[hits[-1]] if hits else 0
             block_hash = self._block_hashes(seq, n + 1)[n]
-            block = self._match(block_hash, parent_id, seq.token_ids[n * self.block_size :])
-            return hits if block is None else [*hits, block]
+            block, last = self._hash_to_block.get(block_hash), seq.token_ids[n * self.block_size :]
+            if block is not None and self._holds(block, parent_id, last):
+                return [*hits, block]
         return hits
 
 
