@@ -139,9 +139,8 @@ class TritonBackend(AttentionBackend):
 
     def _shared_scratch(self, q: torch.Tensor, prefixes: SharedPrefixes) -> SharedPartials:
         """Room for the partial results of a step's items, grown likewise."""
-        size = len(prefixes.items), q.size(1), q.size(2)
         starts = prefixes.own_starts, prefixes.partial_starts
-        room = self._partials
-        if room is None or len(room.values) < size[0] or room.values.size(1) != size[1]:
-            room = self._partials = shared_partials(*size, *starts)
+        num, room = len(prefixes.items), self._partials
+        if room is None or len(room.values) < num or room.values.size(1) != q.size(1):
+            room = self._partials = shared_partials(num, q, *starts)
         return SharedPartials(*starts, room.values, room.lse)

@@ -38,8 +38,8 @@ def _merge_two(
         lse_b = tl.load(lse_ptr + b, live, -float("inf"), cache_modifier=".cg")
         a_ptr = values_ptr + a[:, None] * BLOCK_D + dim
         b_ptr = values_ptr + b[:, None] * BLOCK_D + dim
-        values_a = tl.load(a_ptr, live[:, None], 0.0, cache_modifier=".cg")
-        values_b = tl.load(b_ptr, live[:, None], 0.0, cache_modifier=".cg")
+        values_a = tl.load(a_ptr, live[:, None], 0.0, cache_modifier=".cg").to(tl.float32)
+        values_b = tl.load(b_ptr, live[:, None], 0.0, cache_modifier=".cg").to(tl.float32)
         new_a = tl.maximum(max_a, tl.max(lse_a, 0))
         new_b = tl.maximum(max_b, tl.max(lse_b, 0))
         weight_a = tl.exp2(lse_a - new_a)

@@ -35,7 +35,7 @@ FUSED_MAX_BATCH = 16  # above, padding each program's queries to 16 rows costs m
 _CONFIGS = {8: (4, 64, 4, 2, 1), 16: (2, 64, 4, 2, 1), 64: (4, 64, 4, 3, 1), 192: (4, 32, 2, 5, 1)}
 _CONFIGS |= {416: (4, 32, 2, 3, 1), 1 << 30: (4, 64, 4, 3, 4)}
 # For own parts, which are short: programs of one warp start beside those of the shared prefixes'
-# kernel, four an SM with its 24,576 registers and 82 KB, and most have read theirs when it ends.
+# kernel, four an SM with its 24,576 registers and 96 KB, and most have read theirs when it ends.
 _SHARED_CONFIG = (4, 16, 1, 6, 1)
 _MAX_SPLITS = 64
 
@@ -102,7 +102,7 @@ def paged_decode_attention_ref(
         own, lse = attend_ref(q[row : row + 1], k, v, scale)
         if shared is not None:
             first, end = shared.partial_starts[row : row + 2].tolist()
-            values = torch.cat([own.float(), shared.values[first:end, :, : q.size(2)]])
+            values = torch.cat([own.float(), shared.values[first:end, :, : q.size(2)].float()])
             lse = torch.cat([lse, shared.lse[first:end] / LOG2_E])
             own = merge_partials_ref(values, lse)[None]
         out[row] = own[0]

@@ -23,7 +23,7 @@ from nanovllm.kernels.prefill_attention import LOG2_E, _attend
 ITEM_ROWS = 64  # query rows of an item: of Hopper's matrix product, the least without padding
 ITEM_KEYS = 256  # or more, where there are items enough without
 # Whether paged attention's programs are few enough to run all at once, four an SM: (keys a tile of
-# 2-byte heads of 128, warps, stages, programs an SM). One program here and four of those take 185
+# 2-byte heads of 128, warps, stages, programs an SM). One program here and four of those take 181
 # of an H200's 227 KB of shared memory: with more, some would start only when this kernel has ended.
 _CONFIGS = {True: (32, 4, 5, 2), False: (64, 4, 5, 2)}
 # A thread's, few enough that those start beside this kernel's. It takes no more than that where a
@@ -37,21 +37,17 @@ class SharedPartials:
 
     own_starts: torch.Tensor  # int32 [B] the first key of a row's own part, as items' are
     partial_starts: torch.Tensor  # int32 [B + 1] where each row's partial results begin
-    values: torch.Tensor  # fp32 [max_partials, Hq, D rounded up to a power of two], normalised
+    values: torch.Tensor  # dtype [max_partials, Hq, D rounded up to a power of two], normalised
     lse: torch.Tensor  # fp32 [max_partials, Hq] log2 of the sum of exp2 of their scores
 
 
 def shared_partials(
-    max_partials: int,
-    num_heads: int,
-    head_dim: int,
-    own_starts: torch.Tensor,
-    partial_starts: torch.Tensor,
+    max_partials: int, q: torch.Tensor, own_starts: torch.Tensor, partial_starts: torch.Tensor
 ) -> SharedPartials:
-    """Memory for so many partial results."""
-    shape = max_partials, num_heads, launch.next_power_of_2(head_dim)
-    values = torch.empty(shape, dtype=torch.float32, device=own_starts.device)
-    return SharedPartials(own_starts, partial_starts, values, torch.empty_like(values[:, :, 0]))
+    """Memory for so many partial results of q, dtype [B, Hq, D]."""
+    values = q.new_empty(max_partials, q.size(1), launch.next_power_of_2(q.size(2)))
+    lse = values.new_empty(values.shape[:2], dtype=torch.float32)
+    return SharedPartials(own_starts, partial_starts, values, lse)
 
 
 def cached_keys(cache: torch.Tensor, table: torch.Tensor, start: int, end: int) -> torch.Tensor:
@@ -92,7 +88,7 @@ def shared_prefix_attention_ref(
         v = cached_keys(v_cache, block_tables[first], start, stop)
         values, lse = attend_ref(q[first:end], k, v, scale)
         at = (shared.partial_starts[first:end] + slot).long()
-        shared.values[at, :, : q.size(2)] = values.float()
+        shared.values[at, :, : q.size(2)] = values.to(shared.values.dtype)
         shared.lse[at] = lse * LOG2_E
 
 

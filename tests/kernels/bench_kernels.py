@@ -222,16 +222,16 @@ def cascade_case(label, groups, own_lens, heads=(16, 8), config=None, keys=None)
         name: torch.from_numpy(array).to(DEVICE)
         for name, array in work_list(found, batch, key_step(block_size), *sizes).items()
     }
-    partials = shared_prefix.shared_partials(
-        len(lists["items"]), num_heads, head_dim, lists["own_starts"], lists["partial_starts"]
-    )
-    space = paged_attention.decode_workspace(
-        batch, num_heads, num_kv_heads, head_dim, max_context, tables.device
-    )
     q, out, scale = (
         rand(batch, num_heads, head_dim),
         rand(batch, num_heads, head_dim),
         head_dim**-0.5,
+    )
+    partials = shared_prefix.shared_partials(
+        len(lists["items"]), q, lists["own_starts"], lists["partial_starts"]
+    )
+    space = paged_attention.decode_workspace(
+        batch, num_heads, num_kv_heads, head_dim, max_context, tables.device
     )
 
     def run(i):

@@ -1,6 +1,7 @@
 """Decode attention with shared keys read once: random trees of prefixes, under the 2x rule."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,9 +87,8 @@ class Tree:
         )
         lists = {name: torch.from_numpy(a).to(self.device) for name, a in lists.items()}
         shared = op.shared_partials(
-            len(lists["items"]), self.num_heads, self.q.size(2),
-            lists["own_starts"], lists["partial_starts"],
-        )  # fmt: skip
+            len(lists["items"]), self.q, lists["own_starts"], lists["partial_starts"]
+        )
         shared.values.fill_(torch.nan)
         shared.lse.fill_(torch.nan)
         return lists["items"], lists["num_items"], shared
@@ -99,7 +99,7 @@ def check(tree, keys_per_item=512, num_wanted=1 << 20):
     items, num_items, shared = tree.plan(keys_per_item, num_wanted)
     cache = tree.k, tree.v, tree.block_tables
 
-    def attend(prefix, decode, q, k, v):
+    def attend(prefix, decode, q, k, v, shared=shared):
         shared.values.fill_(torch.nan)
         shared.lse.fill_(torch.nan)
         prefix(q, k, v, tree.block_tables, items, num_items, shared, scale)
@@ -107,14 +107,15 @@ def check(tree, keys_per_item=512, num_wanted=1 << 20):
 
     refs = op.shared_prefix_attention_ref, paged_attention.paged_decode_attention_ref
     inputs = tree.q, tree.k, tree.v
-    plain = attend(*refs, *inputs)
+    plain = paged_attention.paged_decode_attention_ref(tree.q, *cache, tree.context_lens, scale)
     exact = paged_attention.paged_decode_attention_ref(
         *to_float((tree.q, *cache, tree.context_lens, scale))
     )
     out = attend(op.shared_prefix_attention, paged_attention.paged_decode_attention, *inputs)
     assert_error_at_most_twice_torch(out, plain, exact, tree.groups.tolist())
     # And the reference with shared keys is the one without, but for the order of the sums.
-    in_floats = attend(*refs, *to_float(inputs))
+    in_float = replace(shared, values=shared.values.float())
+    in_floats = attend(*refs, *to_float(inputs), in_float)
     assert (in_floats - exact).abs().max() < 1e-5
     again = attend(op.shared_prefix_attention, paged_attention.paged_decode_attention, *inputs)
     assert torch.equal(out, again), "not deterministic"
