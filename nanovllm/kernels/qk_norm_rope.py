@@ -208,8 +208,8 @@ def qk_norm_rope(
         assert k_cache.stride() == v_cache.stride(), (k_cache.stride(), v_cache.stride())
         block_size, strides = k_cache.shape[1], list(k_cache.stride()[:3])
     # Few tokens: small programs, for latency, and beside which attention's find room on every SM
-    # (64 rows: 155 us a step less than with all heads of a token in one, at 2,000 keys each).
-    # Many: a token's heads share one program.
+    # (64 rows of 2,000 keys: 155 us a step less than with all heads of a token in one; fewer than
+    # that, 48 of 600: 74 us less again with half the threads). Many: a token's heads share one.
     heads_per_program = 8 if num_tokens <= 128 else min(32, launch.next_power_of_2(heads.shape[1]))
     parts, stride = (0, 0) if sum_squares is None else (len(sum_squares), sum_squares.stride(0))
     pdl = launch.gpu(qkv.device).pdl
@@ -220,6 +220,6 @@ def qk_norm_rope(
         BLOCK_SIZE=block_size, HEADS=heads_per_program,
         BLOCK_HALF=launch.next_power_of_2(head_dim // 2), NORM=q_norm is not None,
         STORE=slot_mapping is not None, BLOCK_PARTS=launch.next_power_of_2(parts) if parts else 0,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        PDL=pdl, num_warps=2 if 32 < num_tokens < 64 else 4, launch_pdl=pdl,
     )  # fmt: skip
     return q, k, v

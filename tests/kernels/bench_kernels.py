@@ -179,6 +179,8 @@ def attention_cases(small):
     yield decode_case("decode 64 x 600", [600] * 64)
     yield decode_case("decode 256 x 600", [600] * 256)
     yield decode_case("decode 256 x 100-2048", spread(256, 100, 2048))
+    longest_first = sorted(spread(256, 100, 2048), reverse=True)  # as prefix_groups.py orders rows
+    yield decode_case("decode 256 x 100-2048, longest first", longest_first)
     yield decode_case(
         "decode 256 x 100-2048, model 40960", spread(256, 100, 2048), max_context=40960
     )
