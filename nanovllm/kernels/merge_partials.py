@@ -8,6 +8,9 @@ import torch
 
 from nanovllm.kernels.launch import tl, triton
 
+# Query heads; what more there are, up to 128, takes turns: unrolled, 71 took minutes to compile.
+UNROLLED: tl.constexpr = tl.constexpr(16)
+
 
 def merge_partials_ref(values: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     """fp32 [num_partials, H, D], divided by their sums, and [num_partials, H] -> [H, D]."""
@@ -63,15 +66,16 @@ def _merge_shared(
     """Fold the partial results of shared keys into the running softmax of ROWS query heads."""
     row = tl.arange(0, BLOCK_M)
     first_row = first_partial * num_heads + first_head
-    for g in tl.static_range(0, ROWS, 2):
-        h = min(g + 1, ROWS - 1)
-        a, sum_a, max_a, b, sum_b, max_b = _merge_two(
-            values_ptr, lse_ptr, first_row + g, first_row + h, end_partial - first_partial,
-            num_heads, STEP, BLOCK_D,
-        )  # fmt: skip
-        row_max, row_sum, acc = _fold(row_max, row_sum, acc, row == g, max_a, sum_a, a)
-        if h > g:
-            row_max, row_sum, acc = _fold(row_max, row_sum, acc, row == h, max_b, sum_b, b)
+    for first in range(0, ROWS, UNROLLED):
+        for i in tl.static_range(0, min(ROWS, UNROLLED), 2):
+            g = first + i
+            a, sum_a, max_a, b, sum_b, max_b = _merge_two(
+                values_ptr, lse_ptr, first_row + min(g, ROWS - 1), first_row + min(g + 1, ROWS - 1),
+                end_partial - first_partial, num_heads, STEP, BLOCK_D,
+            )  # fmt: skip
+            row_max, row_sum, acc = _fold(row_max, row_sum, acc, row == g, max_a, sum_a, a)
+            if g + 1 < ROWS:
+                row_max, row_sum, acc = _fold(row_max, row_sum, acc, row == g + 1, max_b, sum_b, b)
     return row_max, row_sum, acc
 
 

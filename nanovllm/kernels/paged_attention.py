@@ -23,7 +23,7 @@ import torch
 
 from nanovllm.kernels import launch
 from nanovllm.kernels.launch import gdc_launch_dependents, gdc_wait, tl, triton
-from nanovllm.kernels.merge_partials import _merge_shared, _merge_two, merge_partials_ref
+from nanovllm.kernels.merge_partials import UNROLLED, _merge_shared, _merge_two, merge_partials_ref
 from nanovllm.kernels.qk_norm_rope import qk_norm_rope_ref
 from nanovllm.kernels.shared_prefix import LOG2_E, SharedPartials, attend_ref, cached_keys
 
@@ -321,14 +321,16 @@ def _paged_attention_kernel(
         tl.debug_barrier()
         arrived = tl.atomic_add(counters_ptr + group, 1, sem="acq_rel")
         if arrived == num_splits - 1:
-            for g in tl.static_range(0, ROWS, 2):
-                h = min(g + 1, ROWS - 1)
-                a, sum_a, _, b, sum_b, _ = _merge_two(
-                    partial_ptr, partial_lse_ptr, first_row + g, first_row + h, num_splits, ROWS,
-                    MERGE_STEP, BLOCK_D,
-                )  # fmt: skip
-                tl.store(out_ptr + g * HEAD_DIM + dim, (a / sum_a).to(dtype), mask=in_dim)
-                tl.store(out_ptr + h * HEAD_DIM + dim, (b / sum_b).to(dtype), mask=in_dim)
+            for first in range(0, ROWS, UNROLLED):
+                for i in tl.static_range(0, min(ROWS, UNROLLED), 2):
+                    g = min(first + i, ROWS - 1)
+                    h = min(first + i + 1, ROWS - 1)
+                    a, sum_a, _, b, sum_b, _ = _merge_two(
+                        partial_ptr, partial_lse_ptr, first_row + g, first_row + h, num_splits,
+                        ROWS, MERGE_STEP, BLOCK_D,
+                    )  # fmt: skip
+                    tl.store(out_ptr + g * HEAD_DIM + dim, (a / sum_a).to(dtype), mask=in_dim)
+                    tl.store(out_ptr + h * HEAD_DIM + dim, (b / sum_b).to(dtype), mask=in_dim)
             tl.store(counters_ptr + group, 0)
 
 
@@ -374,6 +376,8 @@ def _decode(
     if shared is not None:
         most = min(most, 64)  # own parts begin at multiples of that
     block_n = max(16, min(block_n, most))
+    block_m = max(16, launch.next_power_of_2(group * heads + fused))
+    warps = max(warps, block_m // 16)  # rows of 16 a warp: of more, a thread's values would spill
     full = batch * num_kv_heads > 2 * facts.num_sms  # the batch alone fills the GPU
     _paged_attention_kernel[(num_kv_heads // heads, splits, batch)](
         rows, k_cache, v_cache, block_tables, context_lens, out,
@@ -382,7 +386,7 @@ def _decode(
         scale * LOG2_E, eps, rows.stride(0), out.stride(0), block_tables.stride(0),
         *k_cache.stride()[:3],
         HEAD_DIM=head_dim, GROUP=group, BLOCK_SIZE=block_size,
-        BLOCK_M=max(16, launch.next_power_of_2(group * heads + fused)), BLOCK_D=block_d,
+        BLOCK_M=block_m, BLOCK_D=block_d,
         BLOCK_N=block_n, HEADS=heads, SPLIT=splits > 1,
         MIN_CHUNK=2048 if full else block_n // heads,
         MERGE_STEP=8 if splits <= 8 else 1024 * warps // block_d,

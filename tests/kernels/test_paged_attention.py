@@ -14,6 +14,8 @@ CASES = [
     (10, 2, 96, 16, [40, 3]),
     (8, 1, 128, 256, [255, 257]),
     (16, 1, 64, 64, [130]),
+    (17, 1, 16, 16, [130, 40]),
+    (40, 1, 32, 64, [300]),
 ]
 GPU_CASES = [
     (16, 8, 128, 256, [1, 255, 256, 257, 0, 2048, 700]),
@@ -22,6 +24,8 @@ GPU_CASES = [
     (4, 2, 64, 256, [513] * 17),
     (64, 8, 128, 64, [63, 64, 65, 1000]),
     (3, 3, 80, 32, [33, 700]),
+    (34, 2, 128, 256, [900, 20]),
+    (71, 1, 64, 256, [300, 1000]),
     (25, 5, 96, 256, [257, 100]),
     (4, 4, 256, 256, [300, 1000]),
     (16, 8, 128, 256, [100 + 7 * i for i in range(70)]),
@@ -122,7 +126,7 @@ def test_decode_matches_reference_on_gpu(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", GPU_CASES[:8], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES[:10], ids=str)
 def test_fused_decode_on_gpu(case):
     check_fused(case, torch.bfloat16, "cuda", case[0] != 3)
 

@@ -135,6 +135,7 @@ SMALL = [
     ((9, 3), 80, 32, torch.float16),
     ((5, 1), 96, 16, torch.float32),
     ((2, 2), 16, 64, torch.float16),
+    ((33, 1), 32, 16, torch.float16),
 ]
 
 
