@@ -1,8 +1,14 @@
 """From rows of the SequenceTable to the ScheduledBatch of a step. What is in it is up to others."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from nanovllm.engine.sequence import IntArray, ScheduledBatch, SequenceTable, SpecialRow
+
+# Tokens of a step, one for each choice of kernels and configurations below the largest prefill's;
+# tests/engine/test_precompile.py finds any that is missing.
+_PREFILL_SIZES = (1, 2, 8, 16, 32, 48, 128, 256, 512)
 
 
 def build_prefill(
@@ -106,3 +112,25 @@ def warm_up_batch(seq_lens: list[int], block_size: int, num_cached: int = 0) -> 
         temperatures=np.ones(n, np.float32),
         seeds=np.zeros(n, np.int64),
     )
+
+
+def kinds_of_prefill(
+    num_rows: int, longest: int, most: int, block_size: int
+) -> Iterator[ScheduledBatch]:
+    """Prefills that launch, with the largest one, every kernel that any may: with and without
+    cached context, of few sequences and many, of few tokens and many.
+
+    num_rows: sequences of a step at most. longest: tokens of each. most: of the step.
+    """
+    lens = [split_tokens(n, longest) for n in _PREFILL_SIZES if n <= most]
+    kinds = [(each, 1) for each in lens if len(each) <= num_rows]
+    for num_seqs in {min(2, num_rows), min(257, num_rows)}:
+        kinds += [([min(16, longest)] * num_seqs, num_cached) for num_cached in (0, 1)]
+    for each, num_cached in kinds:
+        yield warm_up_batch(each, block_size, num_cached)
+
+
+def split_tokens(num_tokens: int, longest: int) -> list[int]:
+    """Lengths of sequences that have so many tokens together."""
+    num_full, rest = divmod(num_tokens, longest)
+    return [longest] * num_full + [rest] * (rest > 0)

@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
 
 # The model and sampling on given inputs, without a wait for the device.
 Step = Callable[[InputBatch], StepResult]
-Capture = Callable[[Callable[[], StepResult]], tuple[torch.cuda.CUDAGraph, StepResult]]
+Capture = Callable[[Callable[[], StepResult]], tuple[Any, StepResult]]  # a CUDAGraph, or None
 
 # Below, reading shared keys once takes longer than reading them again: 32 MiB in a layer of 8 K/V
 # heads of 128, some 8 us, against a launch, its partial results and a larger bucket.
@@ -51,16 +51,20 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
+def rehearse(
+    step: Callable[[], StepResult], rehearsal: Callable[[], AbstractContextManager[None]]
+) -> tuple[None, StepResult]:
+    """Run a step once, within what makes it short; of what kernels it launches none is left out."""
+    with rehearsal():
+        return None, step()
+
+
 def capture(
     step: Callable[[], StepResult], rehearsal: Callable[[], AbstractContextManager[None]], pool: Any
 ) -> tuple[torch.cuda.CUDAGraph, StepResult]:
-    """A step's graph and what its replays leave their results in.
-
-    rehearsal: what it is run within once before, launching all kernels that it launches here.
-    """
+    """A step's graph and what its replays leave their results in; see rehearse."""
     # Kernels are compiled and libraries initialised where that is legal.
-    with rehearsal():
-        step()
+    rehearse(step, rehearsal)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):

@@ -16,7 +16,7 @@ import torch
 from nanovllm.attention import AttentionBackend, select_backend
 from nanovllm.config import Config
 from nanovllm.engine import cuda_graph, input_batch, kv_cache
-from nanovllm.engine.batching import warm_up_batch
+from nanovllm.engine.batching import kinds_of_prefill, split_tokens, warm_up_batch
 from nanovllm.engine.cuda_graph import DecodeGraphs, PrefillGraphs, StepResult
 from nanovllm.engine.decode_state import DecodeState
 from nanovllm.engine.input_batch import InputBatch
@@ -256,8 +256,7 @@ class ModelRunner:
         by themselves hold less at once than those between them.
         """
         config = self.config
-        num_full, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
-        lens = [self.max_model_len] * num_full + [rest] * (rest > 0)
+        lens = split_tokens(config.max_num_batched_tokens, self.max_model_len)
         self.launch(warm_up_batch(lens[: self.num_rows], config.kvcache_block_size))
         self.launch(warm_up_batch([1] * self.num_rows, config.kvcache_block_size))
 
@@ -266,29 +265,30 @@ class ModelRunner:
         """Run each kind of prefill once, so that no kernel is compiled while a user waits, and the
         copy that may come before it.
 
-        With and without cached context, few sequences and many; what is written lies in slots and
-        rows that nobody owns yet.
+        What is written lies in slots and rows that nobody owns yet.
         """
         copy_tokens(self.pool, torch.zeros(1, 3, dtype=torch.int32))
-        length, block_size = min(16, self.max_model_len - 1), self.config.kvcache_block_size
-        for num_seqs in {min(2, self.num_rows), min(257, self.num_rows)}:
-            for num_cached in (0, 1):
-                batch = warm_up_batch([length] * num_seqs, block_size, num_cached)
-                with self.model.shortened():
-                    self._forward(input_batch.build(batch, self.state, self._work_list))
+        most, block_size = self.config.max_num_batched_tokens, self.config.kvcache_block_size
+        for batch in kinds_of_prefill(self.num_rows, self.max_model_len - 1, most, block_size):
+            with self.model.shortened():
+                self._forward(input_batch.build(batch, self.state, self._work_list))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         config = self.config
-        if config.enforce_eager or not self.backend.is_graph_safe:
+        if not self.backend.is_graph_safe:
+            return
+        step, state, rehearsal = self._captured_forward, self.state, self.model.shortened
+        max_num_seqs = min(self.num_rows, self.num_blocks)
+        decode = partial(DecodeGraphs, step, state, self._work_list, max_num_seqs)
+        if config.enforce_eager:  # none is kept, but no kernel is left to compile later
+            decode(partial(cuda_graph.rehearse, rehearsal=rehearsal))
             return
         pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        max_num_seqs = min(self.num_rows, self.num_blocks)
         shape = (self.num_rows, self.model.lm_head.num_rows)
         self._logits = torch.empty(shape, dtype=self.dtype, device=self.device)
-        step, state = self._captured_forward, self.state
-        capture = partial(cuda_graph.capture, rehearsal=self.model.shortened, pool=pool)
-        self.decode_graphs = DecodeGraphs(step, state, self._work_list, max_num_seqs, capture)
+        capture = partial(cuda_graph.capture, rehearsal=rehearsal, pool=pool)
+        self.decode_graphs = decode(capture)
         # NCCL's sums stay out of prefills' graphs, which would gain little.
         row_bytes = self.model.lm_head.weight[0].nbytes
         limit = min(config.max_num_batched_tokens, distributed.max_rows_of_sums(row_bytes))
