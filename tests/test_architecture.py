@@ -46,8 +46,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # (23). What a prompt shares with the last one found without hashing it: 4 ms on a slow core (16).
 # Linears' slabs by what a whole step takes, 2 to 5 % of those of 1 to 32 rows (9). More than 16
 # query heads of a kv head merged in turns: unrolled, 71 took minutes to compile (6). A start that
-# leaves no kernel to compile in the middle of a job, with few rows and without graphs too (19).
-MAX_PACKAGE_LINES = 10638
+# leaves no kernel to compile in the middle of a job, with few rows and without graphs too (24).
+MAX_PACKAGE_LINES = 10643
 MAX_FILE_LINES = 240
 MAX_FUNCTION_LINES = 60
 # The exceptions, each with a limit of its own. A file holds the reference, the kernel and the

@@ -262,12 +262,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compile_prefills(self) -> None:
-        """Run each kind of prefill once, so that no kernel is compiled while a user waits, and the
-        copy that may come before it.
+        """Run each kind of prefill once, so that no kernel is compiled while a user waits, the copy
+        that may come before it and the draw that may come after it.
 
         What is written lies in slots and rows that nobody owns yet.
         """
         copy_tokens(self.pool, torch.zeros(1, 3, dtype=torch.int32))
+        self.redrawer.compile(self.model.lm_head.vocab_size)
         most, block_size = self.config.max_num_batched_tokens, self.config.kvcache_block_size
         for batch in kinds_of_prefill(self.num_rows, self.max_model_len - 1, most, block_size):
             with self.model.shortened():

@@ -57,6 +57,13 @@ class Redrawer:
         self._history: torch.Tensor | None = None  # int32, made when a row first needs it
         self._static = _Static([], LogitsParams(torch.empty(0)), False, None, 0)
 
+    def compile(self, vocab_size: int) -> None:
+        """Draw for few rows and for many, as later steps will, from logits of another dtype than
+        that of steps without such rows."""
+        for n in (1, min(9, self._shape[0])):  # sample has another way with more than 8
+            zeros = torch.zeros(n, dtype=torch.float32, device=self._device)
+            sample(zeros.new_zeros(n, vocab_size), zeros, zeros.long(), zeros.int())
+
     def redraw(
         self, special: tuple[SpecialRow, ...], logits: torch.Tensor, tokens: torch.Tensor
     ) -> Logprobs | None:

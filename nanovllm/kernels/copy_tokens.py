@@ -16,7 +16,8 @@ def copy_tokens_ref(pool: torch.Tensor, copies: torch.Tensor) -> None:
         pool[:, :, target, :num_tokens] = pool[:, :, source, :num_tokens]
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+# Later waves of copies begin anywhere in their list.
+@triton.jit(do_not_specialize=["copies_ptr", "num_blocks"])
 def _copy_tokens_kernel(
     pool_ptr, copies_ptr, num_blocks,
     TOKEN: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr,

@@ -21,6 +21,7 @@ from nanovllm.engine import cuda_graph, input_batch, precompile
 from nanovllm.engine.batching import warm_up_batch
 from nanovllm.engine.precompile import Compilation, _Compiler, start_compiling
 from nanovllm.kernels import launch, sample
+from nanovllm.kernels.copy_tokens import copy_tokens
 from nanovllm.utils import distributed
 
 CHECKPOINT = Path(__file__).parents[1] / "assets" / "tiny-qwen3"
@@ -103,7 +104,7 @@ def compiled_for(kernel, args, kwargs) -> list[tuple]:
         if name not in parameters or "constexpr" in str(parameters[name].annotation):
             return value
         if isinstance(value, torch.Tensor):
-            return value.dtype, value.data_ptr() % 16 == 0
+            return value.dtype, name in general or value.data_ptr() % 16 == 0
         if isinstance(value, int) and name not in general:
             return value == 1, value % 16 == 0
         return type(value)
@@ -151,6 +152,14 @@ def test_no_kernel_is_left_for_a_step_to_compile(shapes, max_num_seqs, enforce_e
     if enforce_eager:  # else each of them is captured
         steps += [decode_batch(n, shared) for n in range(1, max_num_seqs + 1) for shared in (0, 9)]
     left = {}
+    for n in (1, 2, 3, 8, 9, 15, 16, 17):  # what may come before steps, and after them
+        copy_tokens(runner.pool, torch.tensor([[i, (i + 1) % 3, 9] for i in range(n)]).int())
+        zeros = torch.zeros(min(n, max_num_seqs))
+        sample.sample(
+            zeros.new_zeros(len(zeros), runner.model.lm_head.vocab_size), zeros, zeros.long(),
+            zeros.int(),
+        )  # fmt: skip
+    left.update(dict.fromkeys(launches.keys() - at_start, "beside steps"))
     with torch.inference_mode(), runner.model.shortened():
         for batch in steps:
             runner._forward(input_batch.build(batch, runner.state, runner._work_list))
