@@ -151,7 +151,6 @@ def test_no_kernel_is_left_for_a_step_to_compile(shapes, max_num_seqs, enforce_e
     ]
     if enforce_eager:  # else each of them is captured
         steps += [decode_batch(n, shared) for n in range(1, max_num_seqs + 1) for shared in (0, 9)]
-    left = {}
     for n in (1, 2, 3, 8, 9, 15, 16, 17):  # what may come before steps, and after them
         copy_tokens(runner.pool, torch.tensor([[i, (i + 1) % 3, 9] for i in range(n)]).int())
         zeros = torch.zeros(min(n, max_num_seqs))
@@ -159,7 +158,7 @@ def test_no_kernel_is_left_for_a_step_to_compile(shapes, max_num_seqs, enforce_e
             zeros.new_zeros(len(zeros), runner.model.lm_head.vocab_size), zeros, zeros.long(),
             zeros.int(),
         )  # fmt: skip
-    left.update(dict.fromkeys(launches.keys() - at_start, "beside steps"))
+    left = dict.fromkeys(launches.keys() - at_start, "beside steps")
     with torch.inference_mode(), runner.model.shortened():
         for batch in steps:
             runner._forward(input_batch.build(batch, runner.state, runner._work_list))
