@@ -54,7 +54,10 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 def rehearse(
     step: Callable[[], StepResult], rehearsal: Callable[[], AbstractContextManager[None]]
 ) -> tuple[None, StepResult]:
-    """Run a step once, within what makes it short; of what kernels it launches none is left out."""
+    """Run a step once, so that its kernels are compiled; None stands for the graph.
+
+    rehearsal: what it is run within, which may leave out layers but no kernel.
+    """
     with rehearsal():
         return None, step()
 

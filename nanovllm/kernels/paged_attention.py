@@ -377,7 +377,7 @@ def _decode(
         most = min(most, 64)  # own parts begin at multiples of that
     block_n = max(16, min(block_n, most))
     block_m = max(16, launch.next_power_of_2(group * heads + fused))
-    warps = max(warps, block_m // 16)  # rows of 16 a warp: of more, a thread's values would spill
+    warps = max(warps, block_m // 16)  # at most 16 rows each: the values of more would spill
     full = batch * num_kv_heads > 2 * facts.num_sms  # the batch alone fills the GPU
     _paged_attention_kernel[(num_kv_heads // heads, splits, batch)](
         rows, k_cache, v_cache, block_tables, context_lens, out,
